@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test compiled test-ops soak check-headers check-units compatibility lint api format bench gpu-bundle gpu-check wheel clean
+.PHONY: help setup demo test compiled test-ops soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,9 @@ soak: setup ## a thousand steps, an hour of random threads that allocate, seed, 
 check-headers: setup ## compile what faces torch against the headers of other releases (TORCHES="2.11.0 2.13.0")
 	$(PY) allocator/cuda/check_headers.py $(or $(TORCHES),installed)
 
+clangd: setup ## build/compile_commands.json, from which clangd knows the headers
+	$(PY) scripts/compile_commands.py
+
 UNITS := $(shell find allocator/pager -name '*.cpp' ! -name pager.cpp)
 check-units: setup ## compile every file of the pager alone
 	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print(*(f"-isystem {Path(torch.__file__).parent / x}" for x in ("include", "include/torch/csrc/api/include")), \
@@ -95,10 +98,11 @@ compatibility: setup ## a small training with each framework, into docs/compatib
 	$(PY) scripts/compatibility.py
 
 # mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
-lint: setup ## ruff, clang-format, mypy --strict
+lint: setup ## ruff, clang-format, the words of comments, mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	$(PY) scripts/check_words.py
 	@rm -rf build/typed && mkdir -p build/typed/memmgr
 	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/|| exit 1; done
 	@ln -s ../../../policies ../../../tools build/typed/memmgr/

@@ -1,7 +1,7 @@
-"""Counts what the processor does for one thread: cycles and instructions in user mode, by the kernel's `perf_event_open`.
+"""Counters of the processor for one thread: cycles and instructions in user mode, by the kernel's `perf_event_open`.
 
 A clock on a shared machine is known to a percent; instructions of one thread are the same from run to run, and its cycles
-leave out all the time in which somebody else had the core. Linux on x86-64 and arm64, where the kernel lets us.
+leave out all the time in which another thread had the core. Linux on x86-64 and arm64, where the kernel permits it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Made-up passes of many shapes for benchmarks/plan_quality.py: forward on a tape, backward from it, gradients added up.
 
-Sizes and seconds are those of no machine; each op's derivative takes twice its time and reads what autograd would save.
+Sizes and seconds are those of no machine; each op's derivative takes twice its time and reads the tensors that autograd
+would save.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from memmgr.policies.trace import Trace, TraceBuilder
 
 
 class Tape:
-    """Runs ops forward and notes what their derivatives read."""
+    """Runs ops forward and records the inputs of their derivatives."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -35,7 +36,9 @@ class Tape:
     def op(
         self, name: str, seconds: float, inputs: Sequence[str], size: int, *, saves: str = "inputs", weight: int = 0
     ) -> str:
-        """`saves`: "inputs", "output" or "" for what the derivative reads; `weight`: bytes of a parameter of its own."""
+        """`saves`: "inputs", "output" or "" for the tensors that the derivative reads; `weight`: bytes of a parameter
+        of its own.
+        """
         y = self._name()
         parameter = self.constant(weight) if weight else ""
         seconds *= self.random.uniform(0.8, 1.25)
@@ -49,7 +52,7 @@ class Tape:
         return y
 
     def drop(self, *names: str) -> None:
-        """The program's own references go; what autograd saved stays."""
+        """Drops the program's own references; tensors saved by autograd stay."""
         for x in names:
             if x in self.locals:
                 self.locals.remove(x)
@@ -142,7 +145,7 @@ def transformer(n: int, seed: int) -> Trace:
 
 
 def unet(n: int, seed: int) -> Trace:
-    """Down and up again, each level joined to its mirror image: what is made first is needed last."""
+    """Down and up again, each level joined to its mirror image: the tensor made first is needed last."""
     t = Tape(seed)
     x, size, levels = t.constant(3 * _MB), 128 * _MB, 5
     per = max(n // (levels * 12), 1)

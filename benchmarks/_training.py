@@ -1,4 +1,4 @@
-"""What the benchmarks train: models, their optimizers and one batch each."""
+"""Trainings of the benchmarks: models, their optimizers and one batch each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def heavy(quick: bool) -> Run:
 
 
 def launch_bound(quick: bool) -> Run:
-    """Hundreds of ops that take microseconds each: torch's own overhead is what it costs."""
+    """Hundreds of ops that take microseconds each: torch's own overhead dominates."""
     torch.manual_seed(0)
     cell, head = nn.GRUCell(16, 16), nn.Linear(16, 4)
     time_steps = 10 if quick else 60
@@ -68,7 +68,7 @@ def launch_bound(quick: bool) -> Run:
 
 
 def small_ops(quick: bool) -> Run:
-    """A GPT so narrow that its ops take about ten microseconds, which is what launching one on a GPU takes."""
+    """A GPT so narrow that its ops take about ten microseconds, as long as a launch on a GPU."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2 if quick else 4, heads=2, width=96, context=64))
     tokens, targets = (torch.randint(256, (4, 64)) for _ in range(2))
@@ -79,7 +79,7 @@ MODELS = {"100 us ops": heavy, "10 us ops": small_ops, "launch-bound": launch_bo
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Of their bytes."""
+    """SHA-256 of their bytes."""
     sums = hashlib.sha256()
     for tensor in tensors:
         sums.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -126,7 +126,7 @@ class States:
         self.optimizer.zero_grad()
 
     def turn(self) -> dict[str, float]:
-        """Seconds: by the clock, and of the processor, which shows less of what else the machine does."""
+        """Seconds: by the clock, and of the processor, which other work of the machine affects less."""
         shape = self.batch, self.config.context
         batches = [
             [torch.randint(self.config.vocabulary, shape).to(self.device) for _ in range(2)]
@@ -188,7 +188,9 @@ class BF16(States):
 
 
 class LoRA(States):
-    """Adapters of rank 8 on every projection of a frozen base; peft's. A quarter of the batch: the base is what is large."""
+    """Adapters of rank 8 on every projection of a frozen base; peft's. A quarter of the batch, since the base is the
+    large part.
+    """
 
     def __init__(self, size: str, batch: int) -> None:
         from peft import LoraConfig, get_peft_model

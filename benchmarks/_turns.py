@@ -1,4 +1,5 @@
-"""Systems that take turns: each in a process of its own, one at work while the others, and what they started, are stopped."""
+"""Systems that take turns: each in a process of its own, one at work while the others, and their child processes, are
+stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from typing import Any, Protocol
 
 
 class Turning(Protocol):
-    """What is measured."""
+    """A system that is measured."""
 
     def turn(self) -> dict[str, float]:
-        """One turn; its seconds, by what they went into."""
+        """Runs one turn; returns its seconds, by part."""
         ...
 
 
@@ -42,7 +43,9 @@ def in_turns(systems: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], tu
     processes: dict[str, multiprocessing.process.BaseProcess] = {}
 
     def answer(system: str) -> Any:
-        """What it says next. It is stopped then: memmgr's planner works beside the training, and would in others' turns."""
+        """The system's next message. The process is stopped after it: memmgr's planner works in the background of the
+        training, and would work in others' turns.
+        """
         found = pipes[system].recv()
         _signal(processes[system], signal.SIGSTOP)
         return found

@@ -1,14 +1,14 @@
-"""memmgr beside what users would take instead: peak, seconds a step, and whether the bits are those of plain torch.
+"""memmgr compared with its alternatives: peak, seconds a step, and whether the bits are those of plain torch.
 
     python benchmarks/alternatives.py [--quick] [--json FILE] [--size tiny|small|large] [--steps 10] [--batch 4] [--threads N]
 
 The GPT of `model_states.py`, fused AdamW. Every system trains in a process of its own, from the same beginning, and takes a
-step while the others wait; a ratio is of the same turn: median, with the quartiles. What cannot run says why. `processor` is
-the time that all of a system's threads computed, which shows least of what else the machine does.
+step while the others wait; a ratio is of the same turn: median, with the quartiles. A system that cannot run has its reason.
+`processor` is the time that all of a system's threads computed, which other work of the machine affects least.
 
-The peak is the kernel's high-water mark of the resident set (VmHWM) over what the process had before it built the model, of
-the last steps, the same for all: there is no other memory here than the CPU's. Who offloads *to the CPU* can therefore save
-nothing here, whatever it saves on an accelerator, which this does not measure; `note` says so. memmgr offloads to the disk.
+The peak is the kernel's high-water mark of the resident set (VmHWM) over the process's size before it built the model, of
+the last steps, the same for all: the only memory here is the CPU's. A system that offloads *to the CPU* can therefore save
+no memory here. Its savings on an accelerator are not measured; `note` says so. memmgr offloads to the disk.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class FSDP2(FP32):
 
 @dataclass(frozen=True)
 class System:
-    """What trains, in which share of what plain torch needs (none: without memmgr)."""
+    """A training, and its share of plain torch's need (none: without memmgr)."""
 
     make: type[FP32]
     share: float | None = None
@@ -141,7 +141,7 @@ def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe:
     """A process of one system."""
     torch.set_num_threads(threads)
     system = SYSTEMS[name]
-    system.make("tiny", 1).turn()  # what it imports, and threads, are there before memory is looked at
+    system.make("tiny", 1).turn()  # loads its imports and threads before memory is measured
     gc.collect()
     there = memory("VmRSS")
     with memmgr.budget(limit, quiet=True) if limit is not None else contextlib.nullcontext() as mm:
@@ -214,7 +214,7 @@ def table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def quartiles(row: dict[str, Any], plain: dict[str, Any], what: str) -> list[float]:
-    """Of the ratio to plain torch in the same turn."""
+    """Quartiles of the ratio to plain torch in the same turn."""
     pairs = zip(row["turns"], plain["turns"], strict=True)
     return statistics.quantiles([mine[what] / other[what] for mine, other in pairs], n=4)
 

@@ -1,4 +1,4 @@
-// What an allocation costs: the arena and the system's allocator, side by side, on a sequence like training's.
+// Cost of an allocation: the arena and the system's allocator, side by side, on a sequence like training's.
 //
 //   cmake -S allocator -B build -DMEMMGR_BENCH=ON && cmake --build build && build/arena_speed
 //
@@ -6,12 +6,12 @@
 // activations in reverse order. "ns" is for one malloc and its free together, memory untouched. "touched" writes to
 // every page of every block, which is where reuse of pages pays.
 //
-// "search" is for one choice of who leaves, over an arena of that many blocks and runs: a third free, a tenth pinned,
+// "search" is for one choice of victims, over an arena of that many blocks and runs: a third free, a tenth pinned,
 // the others priced, requests from 1 to 64 blocks long; the median and the worst of many.
 //
-// "at its budget" is the same pass under 30 % of its bytes, where somebody has to go before each block: addresses are
-// there, and memory is moved to them. How much a pass moves, and what its mallocs and frees cost, in the first ten
-// passes and after many: what moves leave behind must not add up.
+// "at its budget" is the same pass under 30 % of its bytes, where a block has to be evicted before each allocation:
+// addresses are free, and memory is moved to them. Printed are the bytes that a pass moves and the cost of its mallocs
+// and frees, in the first ten passes and after many: leftovers of moves must not add up.
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,7 +34,7 @@ using Seconds = std::chrono::duration<double>;
 struct System {
   void* Alloc(size_t bytes) {
     void* p = nullptr;
-    return posix_memalign(&p, 64, bytes) == 0 ? p : nullptr;  // what torch's CPU allocator calls
+    return posix_memalign(&p, 64, bytes) == 0 ? p : nullptr;  // the call of torch's CPU allocator
   }
   void Free(void* p) { free(p); }
 };

@@ -1,9 +1,9 @@
-"""What a dropout mask takes that leaves as bits, beside drawing it again.
+"""Time to evict and restore a dropout mask as bits, compared with drawing it again.
 
     python benchmarks/bits_speed.py [--rounds 20]
 
-Each round draws a mask of each size as dropout does (`bernoulli_`, `div_`), takes it away, and brings it back. Medians; "beyond
-two values" is what it takes to find out that noise has more of them.
+Each round draws a mask of each size as dropout does (`bernoulli_`, `div_`), packs it, and unpacks it. Medians; "beyond
+two values" is the time to find that noise has more of them.
 """
 
 from __future__ import annotations

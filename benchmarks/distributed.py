@@ -1,13 +1,13 @@
-"""What budgets cost in a distributed job, and what they leave in memory: FSDP2 on two ranks, a pipeline on four.
+"""Time and memory of budgets in a distributed job: FSDP2 on two ranks, a pipeline on four.
 
     python benchmarks/distributed.py [--size tiny|small|large] [--steps 5] [--only fsdp2,pipeline] [--json FILE]
 
 Sections:
-  fsdp2     a GPT of 60 million parameters (`small`: 19, `tiny`: 0.4) on two ranks over gloo: plain, in half of what a rank
-            holds, and with FSDP2's CPUOffloadPolicy. On the CPU there is one memory, so that one's peak says nothing about an
-            accelerator.
-  pipeline  GPipe, 8 micro-batches, 4 stages of 4 blocks each: plain; with stage 0 in half of what it holds; with all stages in
-            that budget.
+  fsdp2     a GPT of 60 million parameters (`small`: 19, `tiny`: 0.4) on two ranks over gloo: plain, in half of a rank's
+            peak, and with FSDP2's CPUOffloadPolicy. On the CPU there is one memory, so that one's peak says nothing
+            about an accelerator.
+  pipeline  GPipe, 8 micro-batches, 4 stages of 4 blocks each: plain; with stage 0 in half of its peak; with all stages
+            in that budget.
 
 A system is a job of its own: all its ranks step when it is its turn, and the other jobs wait. A ratio is of the same turn; the
 median is shown, with the quartiles. Parameters and optimizer states of all ranks are compared bit by bit. Ranks share the

@@ -1,4 +1,4 @@
-"""What model states cost that do not fit: steps of a fused AdamW, and tokens of `generate`, in less than they need.
+"""Time of runs whose model states do not fit: steps of a fused AdamW, and tokens of `generate`, in less than they need.
 
     python benchmarks/model_states.py [--quick] [--json FILE] [--only train,generate] [--variant amp,bf16,lora,accumulate]
                                       [--size tiny|small|large] [--steps 10] [--batch 4] [--threads N]
@@ -6,12 +6,12 @@
 
 Sections:
   train     a GPT of 60 million parameters (`--size small`: 14) with dropout, fused AdamW, 256 tokens a sequence, `--batch` of
-            them, in 75, 50, 25 and 10 % of what it needs. The large one's batch of 4 computes for about 1.5 s on two cores.
+            them, in 75, 50, 25 and 10 % of its need. The large one's batch of 4 computes for about 1.5 s on two cores.
   generate  a Llama of 120 million parameters (random weights): seconds a token, and of a prompt of 512, in half and a quarter
             of its weights. With transformers installed. `link` reads as many bytes as the weights have once, from a file as
             the tier's, past the page cache, two reads of 4 MiB at a time.
   published ZeRO-Offload, ZeRO-Infinity, PatrickStar and L2L beside the plan and the bound, in the simulator, over a step of that
-            GPT recorded in a tenth of what it needs (so in fine slices). The times are the judge's. Only where it is named.
+            GPT recorded in a tenth of its need (so in fine slices). The times are the judge's. Only where it is named.
 
 Variants of `train`, in 50 and 25 % (LoRA also in a third of its frozen base):
   amp         torch's autocast to bf16 over fp32 parameters and states
@@ -21,8 +21,8 @@ Variants of `train`, in 50 and 25 % (LoRA also in a third of its frozen base):
 
 Every system runs in a process of its own, from the same beginning, and takes its turn while the others wait. A ratio is of
 the same turn; the median is shown, with the quartiles. Parameters, optimizer states, random numbers and tokens are compared
-bit by bit. `bound` is what the plan says that none can beat, with the speed that the tier had when it was made; `moved` is
-what a step wrote and read, what its plan said, and what the kernel counted in `/proc/self/io`.
+bit by bit. `bound` is the plan's lower bound, with the tier's speed at that time; `moved` is the bytes that a step
+wrote and read, the plan's prediction, and the kernel's count in `/proc/self/io`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def needs(name: str, size: str, batch: int) -> tuple[int, dict[str, int]]:
 
 
 def device_bytes() -> int:
-    """What this process has had read from and written to block devices (`/proc/self/io`)."""
+    """Bytes read from and written to block devices for this process (`/proc/self/io`)."""
     told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(told["read_bytes"]) + int(told["write_bytes"])
 
@@ -223,7 +223,7 @@ def recorded(limit: int, size: str, batch: int, threads: int, path: str) -> None
 
 
 def published(args: argparse.Namespace) -> dict[str, Any]:
-    """A table of policies by share of what the step needs."""
+    """A table of policies by share of the step's need."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -4,9 +4,10 @@
 
 A model has a process of its own. There the step is traced on fake tensors first; then rounds follow, in each of which the table
 of its ops is measured and some live steps are taken, so that both see the same machine. Live is a budget without a limit. A
-figure is the median over the rounds. Times are the processor's (user and system, one thread): on a machine that others use, the
-clock on the wall says how busy they are. Ops that the table has are told from it, so this says what is lost between ops alone
-and ops in a step; `rates alone` is the same without the ops, from the measured arithmetic and memory rates.
+figure is the median over the rounds. Times are the processor's (user and system, one thread): on a machine that others
+use, the wall clock shows how busy they are. The times of ops in the table are taken from it, so this measures the
+difference between ops alone and ops in a step; `rates alone` is the same without the ops, from the measured arithmetic
+and memory rates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How good decisions are: the online policy and the planner beside DTR's and beside the bound that nothing can beat.
+"""How good decisions are: the online policy and the planner, compared with DTR's and with the lower bound.
 
     python benchmarks/plan_quality.py [--logs DIR] [--sections logs,floor,link,shapes,big,sensitivity] [--json FILE] [--quick]
 
@@ -6,7 +6,7 @@ Sections:
   logs         operator logs x ratios of the unmanaged peak, recompute only. dtr_eq and the lower bound are those of the logs'
                reference.json. Each schedule of ours goes through the judge (check_schedule.py beside the logs, a process of
                its own); a figure that it does not confirm ends the run.
-  floor        the smallest budgets at which there is a plan, on a fine scan, beside what the largest op needs; and holes.
+  floor        the smallest budgets at which there is a plan, on a fine scan, beside the largest op's need; and holes.
   link         logs x ratios x 12 and 50 GB/s: recompute alone, offload alone, both, and the bound with a link.
   shapes       the same figures on made-up passes of seven shapes (_passes.py); dtr_eq is our simulator's here.
   big          10,000 ops: seconds to plan.
@@ -56,7 +56,7 @@ from memmgr.tools.common.dtr_log import read_dtr_log
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 BELOW = (0.2, 0.1)
 SMALL = 0.002  # overheads under it are left out of means
-MOST = 2.0  # reference.json leaves out what takes longer; ours is reported all the same
+MOST = 2.0  # reference.json leaves out slower runs; ours is reported all the same
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _two(x: float | None) -> str:
 
 
 def floor(args: argparse.Namespace) -> dict[str, Any]:
-    """Budgets from what the largest op needs, in steps of half a percent of the peak, then of five percent."""
+    """Budgets from the largest op's need, in steps of half a percent of the peak, then of five percent."""
     _header("pass", "largest op needs", "provably none below", "online fits from", "plan from", "holes")
     found = {}
     passes = [(name, read_dtr_log(args.logs / f"{name}.log")) for name in _names(args)]
@@ -301,7 +301,7 @@ def _rates(tier: TierLink) -> dict[str, float]:
     }
 
 
-# ---- size, and what the online policy hangs on
+# ---- size, and sensitivity of the online policy
 
 
 def big(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a decision costs: rank and pick among 10,000 candidates, by policy. Prints min and median, with the machine.
+"""Time of a decision: rank and pick among 10,000 candidates, by policy. Prints min and median, with the machine.
 
     python benchmarks/policy_cost.py [--cells 10000] [--repeats 200]
 

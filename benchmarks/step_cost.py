@@ -1,10 +1,10 @@
-"""What memmgr costs where nothing has to leave: op by op, and a step at 100 % of what it needs, as ratios of plain torch.
+"""Overhead of memmgr without evictions: op by op, and a step at 100 % of its need, as ratios of plain torch.
 
     python benchmarks/step_cost.py [--quick] [--json FILE] [--only ops,full] [--steps 20] [--threads N]
 
 Sections:
-  ops    microseconds an op over plain torch, where nothing has to leave. Plain and managed blocks take turns in one process.
-  full   a step at 100 % of what it needs: models whose ops take 100 us and more, about 10 us, and 1 to 2 us.
+  ops    microseconds an op over plain torch, without evictions. Plain and managed blocks take turns in one process.
+  full   a step at 100 % of its need: models whose ops take 100 us and more, about 10 us, and 1 to 2 us.
 
 Steps in less than they need are `memmgr bench`'s. In `full` every system trains in a process of its own, from the same
 beginning. They take turns, one step at a time, while the others wait, so a minute in which the machine is slow falls on all of
@@ -74,7 +74,9 @@ def _seconds(run: Callable[[], object], times: int) -> float:
 
 
 def ops(rounds: int) -> dict[str, tuple[float, float]]:
-    """Of each op: seconds in plain torch, and under a budget that it is far below. Medians over the rounds; one thread."""
+    """For each op: seconds in plain torch, and under a budget that it is far below. Medians over the rounds; one
+    thread.
+    """
     torch.set_num_threads(1)
     what = _ops()
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in what}
@@ -99,7 +101,7 @@ class System:
 
 
 def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
-    """A child: a step for each message until there is none, and what was seen at the end."""
+    """A child: a step for each message until there is none, and its results at the end."""
     torch.set_num_threads(threads)
     managed = memmgr.budget(f"{system.limit}B", quiet=True) if system.limit else None
     with managed or contextlib.nullcontext():
@@ -145,7 +147,7 @@ def _children(systems: list[System], quick: bool, threads: int) -> Iterator[dict
 
 
 def turns(systems: list[System], quick: bool, threads: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Of each system: ratios to the first one, turn by turn, and what it said at its end."""
+    """For each system: ratios to the first one, turn by turn, and its message at the end."""
     names = [system.name for system in systems]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with _children(systems, quick, threads) as pipes:

@@ -1,21 +1,21 @@
-"""What the telemetry costs a training step: interleaved chunks of steps in one process and one budget, as ratios.
+"""Cost of the telemetry for a training step: interleaved chunks of steps in one process and one budget, as ratios.
 
     python benchmarks/telemetry_cost.py [--rounds N] [--steps N] [--share 0.6] [--quick] [--json out.json]
 
 Settings, each a chunk of steps in every round, in an order that rotates:
-  nobody    the socket is there and nobody is connected
-  again     the same: what it differs from `nobody` is noise
+  nobody    the socket is there and no reader is connected
+  again     the same: its difference from `nobody` is noise
   reader    another process reads samples and events every 0.5 s
-  all       it also asks for cells, map and holders: what `memmgr top` does
+  all       it also asks for cells, map and holders, as `memmgr top` does
   attach    the same one comes, takes three lines and goes, four times a second
 
 The figure is the median over rounds of the ratio to `nobody`, by several measures: of the chunk's median step by the wall
 clock, of the processor time of the whole process, and where the processor has counters for us, of the instructions and the
-cycles that the whole chunk took in the thread that trains (with one OpenMP thread that is all of the training; instructions
-do not know what else the machine does, so a thousandth is seen). Beside each the half width of its 95 % interval, by
+cycles that the whole chunk took in the thread that trains (with one OpenMP thread that is all of the training; other
+work of the machine adds no instructions, so a thousandth is seen). Beside each the half width of its 95 % interval, by
 bootstrap over the rounds. The last column is the processor time of the telemetry's thread as a share of the wall clock.
-What a step pays is at most the last column (while that thread has the GIL, the other may wait) and what the training thread
-does more.
+A step pays at most the last column (while that thread has the GIL, the other may wait) and the additional work of the
+training thread.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def training(quick: bool) -> Callable[[], None]:
 
 
 def need(quick: bool) -> int:
-    """What two steps take unmanaged, in bytes."""
+    """Unmanaged peak of two steps, in bytes."""
     with memmgr.budget(None, quiet=True) as mm:
         step = training(quick)
         step()

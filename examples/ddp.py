@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py --budget 60MB
 
-What DDP's buckets hold counts against the budget of its process.
+DDP's buckets count against the budget of their process.
 """
 
 import argparse

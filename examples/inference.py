@@ -2,7 +2,7 @@
 
     python examples/inference.py --budget 10MB
 
-The weights are 25 MB. What does not fit even so, the largest op's working set, is a `memmgr.BudgetError`.
+The weights are 25 MB. If the largest op's working set does not fit, the run ends with a `memmgr.BudgetError`.
 """
 
 import argparse

@@ -25,8 +25,8 @@ __all__ = [
     "stats",
 ]
 
-# `import torch` imports this package for its entry point (`_environ`), in every process of the environment: what the rest
-# costs to load is paid by those who ask for it.
+# `import torch` imports this package for its entry point (`_environ`), in every process of the environment. The other
+# modules are loaded at their first use, so that only programs that use them pay for it.
 _HOMES = {
     "budget": "_budget",
     "stats": "_budget",
@@ -66,10 +66,12 @@ def _install() -> None:
     """The pager's dispatch key, and CUDA's allocator where there is CUDA (see `_dispatch`, `_cuda`). torch is there."""
     torch = sys.modules["torch"]
     from . import _dispatch
+    from ._exported import exported
     from ._torches import unfit
 
     if not unfit(torch.__version__):
         _dispatch.include()
+        exported.begin()
     if torch.version.cuda is None or not torch.backends.cuda.is_built():
         return
     from . import _cuda

@@ -1,4 +1,4 @@
-"""`python -m memmgr`: the command `memmgr`, for whoever has no folder of scripts on the path."""
+"""`python -m memmgr`: the command `memmgr`, for an environment whose folder of scripts is not on the path."""
 
 from __future__ import annotations
 

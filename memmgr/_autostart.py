@@ -33,7 +33,7 @@ class Plain:
         # Detached: a saved output with its grad_fn would keep its own node alive.
         try:
             self.tensor = tensor.detach()
-        except TypeError:  # no handler for it here: a fake tensor inside somebody's shape propagation
+        except TypeError:  # no handler for it here: a fake tensor inside shape propagation
             self.tensor = tensor
         self.version = None if tensor.is_inference() else tensor._version
 
@@ -59,8 +59,8 @@ class NotOpenedError(RuntimeError):
 def _when_the_op_is_over(act: Callable[[], None]) -> None:
     """Calls `act` when the op that is saving a tensor has returned to Python.
 
-    The op under way began unseen: nobody has pinned what it reads, so a budget that opens in its middle could take that away
-    from under it (rule 12). The interpreter's profile hook says when the frame that called the op goes on.
+    The running op began unseen, so its inputs are not pinned. A budget that opened in its middle could evict them (rule
+    12). The interpreter's profile hook reports when the frame that called the op continues.
     """
     caller: Any = sys._getframe(2)
     at = caller.f_lasti
@@ -105,7 +105,9 @@ class _Autostart:
         return self._budget if is_open or not self._fired else None
 
     def caused_elsewhere(self, error: BaseException) -> BaseException | None:
-        """An exception ends the script: what is to be shown in its place, where another rank is the cause."""
+        """Handles an exception that ends the script. Returns the exception to show instead, if another rank is the
+        cause.
+        """
         opened = self.counting()
         return opened._failed(error) if opened is not None else None
 
@@ -161,7 +163,9 @@ class _Autostart:
             warnings.warn(f"memmgr: MEMMGR_BUDGET is set but the budget cannot be opened: {error}", stacklevel=2)
 
     def _refuse(self, error: Exception) -> None:
-        """Waits again: who catches this and trains on, with a smaller batch say, shall not train unmanaged."""
+        """Waits again: a script that catches this and continues, with a smaller batch for example, must not train
+        unmanaged.
+        """
         self._fired = False
         self._hook()
         self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._first_call)
@@ -170,14 +174,14 @@ class _Autostart:
         raise NotOpenedError(f"the budget cannot be opened: {str(error).removeprefix('memmgr: ')}") from None
 
     def _back(self, saved: Plain) -> torch.Tensor:
-        """Unpacks what the first op saved, or a thread that did not open the budget."""
+        """Unpacks a tensor that the first op saved, or a thread that did not open the budget."""
         return saved.get()
 
     def close(self) -> None:
         """At the end of the process."""
         if self._budget._runtime is not None:
-            # As after an exception: what the graph of the last step still needs comes back only if it fits. But that is not
-            # what the log shall say of a script that came to its end.
+            # As after an exception: tensors that the graph of the last step still needs are restored only if they fit.
+            # The log must not report that for a script that reached its end.
             self._budget._runtime.ended_well = getattr(sys, "last_value", None) is None
             self._budget.__exit__(SystemExit, None, None)
 
@@ -209,9 +213,9 @@ def budget_of_the_script() -> budget | None:
 
 
 def autostart() -> None:
-    """Reads the environment, and waits for the first module. What cannot be had ends the process here, before anything is
-    trained: a size that is none, no such folder or device. What only the first call of a module, or the first saved tensor, can
-    find out (whether there is room) is said there. With `strict:off` either is a warning."""
+    """Reads the environment, and waits for the first module. A wrong setting ends the process here, before any
+    training: a malformed size, a missing folder or device. If the tensors fit is only known at the first call of a
+    module, or at the first saved tensor, and fails there. With `strict:off` either is a warning."""
     global _waiting
     text = os.environ.get("MEMMGR_CONF", "")
     try:

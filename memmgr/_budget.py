@@ -38,13 +38,14 @@ R = TypeVar("R")
 _lock = threading.Lock()
 _current: PagerRuntime | None = None
 _last: PagerRuntime | None = None
-_calls_lock = threading.RLock()  # of decorated functions: who opens the budget, and how many calls are under way
+# of decorated functions: the one that opens the budget, and the number of running calls
+_calls_lock = threading.RLock()
 _decorating: budget | None = None
 """Whose calls have opened the open budget; between two calls it gives way to any other."""
 
 
 def current() -> PagerRuntime | None:
-    """Who keeps the open budget, if one is open."""
+    """The runtime of the open budget, or None."""
     return _current
 
 
@@ -101,64 +102,75 @@ class budget:
     """Trains under a byte budget: the same bits, in less memory.
 
     A context manager and a decorator. Inside, the bytes that torch holds on `device` never pass `limit`. Tensors are
-    evicted and recomputed, or offloaded and reloaded, as the policy decides: all that no op is using. The budget counts
-    everything: parameters, gradients, optimizer state, activations, workspaces, and what was allocated before entering.
+    evicted and recomputed, or offloaded and reloaded, as the policy decides. Each tensor that no op is using is a
+    candidate. The budget counts all bytes: parameters, gradients, optimizer state, activations, workspaces, and memory
+    allocated before entering.
 
     A decorated function's budget opens at its first call and stays open between calls, so that a step keeps its plans and a
     run has one summary. It closes when a call fails, when another budget opens, by `close()`, or at the process's end.
-    Where the limit shall end with a function that is called once, use `with` inside it.
+    If the limit must end with a function that is called once, use `with` inside it.
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
-            machine's, or of what its container or job may use, in equal parts for the ranks of a host), bytes as an int;
-            `None` or `"none"` for no limit, which only measures. `"need*60%"` or `"need*0.6"`: that share of what the run
-            needs, which its first passes measure, three or so of one backward each; until then only what does not fit the
-            device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget at which a planned
-            pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per cent of the need.
-        device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
-            On CUDA trainings have run on one H100 for minutes (torch 2.11): with the bits of unmanaged runs, and slowly. CUDA
-            graphs, torch.compile, several streams or GPUs, and torch's own allocator in a budget have not run on a GPU.
-        host: bytes of memory that what leaves may use. From an accelerator: the most that is page-locked, in pieces as it is
-            needed, until the budget closes; default half of what is free, at most twice the limit. On the CPU device: memory
-            beside the budget that the machine has to spare, as page cache of the first so many bytes of the disk tier, which
-            the system takes back when it needs it; default none. `"none"`: none.
+            machine's, or of the memory that its container or job may use, in equal parts for the ranks of a host),
+            bytes as an int; `None` or `"none"` for no limit, which only measures. `"need*60%"` or `"need*0.6"`: that
+            share of the run's
+            need. The first passes measure it: about three, of one backward each. Until then tensors are evicted only if
+            they do not fit the device. A line on stderr gives the budget. `"auto"`: the smallest budget at which a
+            planned pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per
+            cent of the need.
+        device: the device that the budget limits, the CPU or a CUDA device; default the accelerator if there is one,
+            else the CPU. On CUDA trainings have run on one H100 for minutes (torch 2.11): with the bits of unmanaged
+            runs, and slowly. CUDA graphs, torch.compile, several streams or GPUs, and torch's own allocator in a budget
+            have not run on a GPU.
+        host: bytes of host memory for offloaded tensors. From an accelerator: the most that is page-locked, in pieces
+            as it is needed, until the budget closes; default half of the free memory, at most twice the limit. On the
+            CPU device: spare memory in addition to the budget. It is the page cache of the first so many bytes of the
+            disk tier, and the system takes it back when it needs it; default none. `"none"`: none.
         disk: the tier below the CPU: a folder, `(folder, size)`, or False or `"none"` for none. Default the system's temporary
             folder. The file has mode 0600 and is unlinked as soon as it is open. From an accelerator it is a second step, below
-            `host`, and there is none by default: what has lain in host memory longest goes on to the file. Ranks that a launcher
-            has started on one host (`LOCAL_WORLD_SIZE`) share `size`, and `host`, in equal parts.
+            `host`, and there is none by default: the tensors that have been in host memory longest are moved to the
+            file first. Ranks that a launcher has started on one host (`LOCAL_WORLD_SIZE`) share `size`, and `host`, in
+            equal parts.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
-            `"torture"` (for tests) makes everything leave at once. `memmgr.policies.POLICIES` has all. Or a `Policy` of
+            `"torture"` (for tests) evicts each tensor as soon as it can. `memmgr.policies.POLICIES` has all. Or a
+            `Policy` of
             your own: a filter, a director and a prefetcher, each a pure function from columns to columns.
-        verify: compare everything that comes back with a checksum of what left (a sample is compared anyway), and run each op
-            twice at first use in every size (else 32 sizes of it vouch for those between).
+        verify: compare all restored bytes with a checksum from before the eviction (a sample is compared anyway), and
+            run each op twice at first use in every size (else 32 sizes of it suffice for the sizes in between).
+        prefetch: False reads no tensor back before an op needs it. It shows the gain of reading ahead.
         quiet: no summary line at the end.
         log: a file for the telemetry stream (JSON, an object a line), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
             own, `run.rank1.jsonl`, and so has a process that begins while another writes to it, `run.12345.jsonl`.
         trace: a file for the trace of one pass, for `memmgr simulate` (JSON, an op a line); compressed if the name ends in .gz.
-        trace_pass: which pass is traced, from 1, or the next that ends well; the first one is not like the others.
-        silent_seconds: of a distributed job, at least 1: a rank whose process has given no sign of life for so long is lost, and
-            the others end with `RankError`; 0: never. A thread that needs no GIL gives that sign twice a second, so a rank that
-            computes or compiles for minutes is not lost. One that a debugger has stopped is.
+        trace_pass: the number of the pass that is traced, from 1; if it fails, the next that succeeds. The first pass
+            is not typical.
+        silent_seconds: of a distributed job, at least 1: a rank whose process has sent no heartbeat for so long counts
+            as lost, and the others end with `RankError`; 0: never. A thread that needs no GIL sends the heartbeat twice
+            a second, so a rank that computes or compiles for minutes is not lost. A rank that a debugger has stopped
+            is.
         allocator: on CUDA. `"auto"`: memmgr's where `import memmgr` came before CUDA's first use (exact placement, addresses
-            that move), else torch's own caching allocator, under its memory fraction. `"native"`: torch's own. It stays what
-            it is: expandable segments, MemPool, graph trees, every statistic. What it caches in pieces counts, too, so the
-            floor is a little higher. Set before the import: `MEMMGR_CONF=allocator:native`.
+            that move), else torch's own caching allocator, under its memory fraction. `"native"`: torch's own. All of
+            its features stay: expandable segments, MemPool, graph trees, every statistic. Its cached pieces count as
+            well, so the floor is a little higher. Set before the import: `MEMMGR_CONF=allocator:native`.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
         NotImplementedError: a device that this version cannot manage.
-        BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
+        BudgetError: on entering, when the memory in use already exceeds the limit; later, when no more tensor can be
+            evicted.
         RankError: on leaving, where another rank of a distributed job is in trouble and this one waited for it.
         RuntimeError: another CUDA allocator than these is in place, or memmgr's is where `native` is asked for. On entering:
             there is no library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest
             and are not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning.
             All threads are managed with it.
 
-    Known limitations: a share of the need is of the passes that were measured: a longer batch later has no more than that.
-    Without a backward (inference) the need stays unknown and nothing is limited; after a minute a line says so. On the CPU
-    device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's buffers) is not counted. Forked
-    children (DataLoader workers) read what was away and are not managed.
+    Known limitations: a share of the need is of the measured passes, and the budget does not grow for a longer batch
+    later. Without a backward (inference) the need stays unknown and there is no limit; after a minute a line on stderr
+    reports that. On the CPU device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's
+    buffers) is not counted. Forked children (DataLoader workers) can read tensors that were absent, and are not
+    managed.
     """
 
     def __init__(
@@ -176,6 +188,7 @@ class budget:
         trace_pass: int = 2,
         silent_seconds: float = SILENT_SECONDS,
         allocator: str = "auto",
+        prefetch: bool = True,
         _throttle: int = 0,
         _placement: str | None = None,
         _plan: bool = True,
@@ -187,7 +200,7 @@ class budget:
         asked = parse_budget(limit, whole=_device.machine_bytes() if cpu else 1 << 60)
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%") and not isinstance(asked, Need):
             self._share, asked = limit, UNLIMITED
-        # From an accelerator the file is a second step, for who asks for it.
+        # For an accelerator the file is a second tier, which the user has to ask for.
         folder, disk_bytes = _disk(disk) if cpu or disk is not None else (None, 0)
         self._config = Config(
             limit_bytes=UNLIMITED if isinstance(asked, Need) else asked,
@@ -202,6 +215,7 @@ class budget:
             small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
             placement=parse_placement(_placement or default_placement(self._device.type)),
             plan=_plan,
+            prefetch=prefetch,
             log=None if log is None else _file(log, "log"),
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
             trace_pass=_pass(trace_pass),
@@ -260,7 +274,7 @@ class budget:
             raise instead from error
 
     def _failed(self, error: BaseException) -> RankError | None:
-        """The other ranks are told of an exception; or what to raise in its place, where one of them is its cause."""
+        """Reports an exception to the other ranks. Returns the exception to raise instead, if one of them is its cause."""
         runtime = self._runtime
         return runtime.job.failed(error) if runtime is not None and runtime is _current else None
 
@@ -308,7 +322,7 @@ class budget:
                 self._close(failed=True)
 
     def _at_exit(self) -> None:
-        """As after an exception: what the last step still needs comes back only if it fits."""
+        """As after an exception: tensors that the last step still needs are restored only if they fit."""
         if self._is_open():
             assert self._runtime is not None
             self._runtime.ended_well = getattr(sys, "last_value", None) is None
@@ -328,7 +342,7 @@ class budget:
         return f"<{self._said()}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the line, and the figures once there are any."""
+        """Representation for notebooks: the line, and the figures once there are any."""
         stats = self.stats()
         binary = self._config.binary
         rows = figures(stats, binary=binary) if stats else []
@@ -341,7 +355,7 @@ class budget:
         return self._runtime is not None and self._runtime is _current
 
     def _said(self) -> str:
-        """In one line: the limit, who decides, where, and whether it is open."""
+        """One line: the limit, the policy, the device, and if the budget is open."""
         config = self._config if self._runtime is None else self._runtime.config
         if self._share is not None and self._runtime is None:
             limit = f"{self._share} of the device"  # which is not asked before the budget opens
@@ -368,7 +382,7 @@ def _warn_if_nothing_will_leave(config: Config) -> None:
 
 
 def last() -> PagerRuntime | None:
-    """Who keeps the open budget, or kept the last one."""
+    """The runtime of the open budget, or of the last one."""
     return _current or _last
 
 
@@ -376,18 +390,18 @@ def stats() -> dict[str, Any]:
     """The figures of the open budget, or of the last one; empty when there was none.
 
     Returns:
-        A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (what
-        could not leave: small tensors, and those whose address was handed out), `floor_bytes` (the smallest budget that
-        this run could have had so far), `unmanaged_peak_bytes` (what it would have needed), `evicted_bytes`,
-        `offload_bytes`, `reload_bytes`. Counts: `evictions`, `packed` (left as bits), `recomputes`, `offloads`,
-        `reloads`, `prefetch_hits` (reads ahead that were in time), `passes`, `reclaims` (calls from inside malloc),
-        `escapes` (addresses that were handed out for good; `escapes.MODULE:LINE` says where), and others. Seconds:
-        `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does),
+        A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (bytes
+        that could not be evicted: small tensors, and those whose address was handed out), `floor_bytes` (the smallest
+        budget that would have worked for this run so far), `unmanaged_peak_bytes` (its need without a budget),
+        `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `packed` (kept as bits), `recomputes`,
+        `offloads`, `reloads`, `prefetch_hits` (prefetches that ended in time), `passes`, `reclaims` (calls from inside
+        malloc), `escapes` (addresses that were handed out for good; `escapes.MODULE:LINE` says where), and others.
+        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (searching for victims),
         `checkpoint_seconds` (ops that the program itself ran again inside backward, as activation checkpointing does)
         of `watched_seconds` (the passes). Plans: `plans` (made), `planned_passes` (followed one to the end),
-        `short_periods` (of these, malloc had to choose for itself), `plan_seconds` (making them took, beside training),
-        `rankings` (how often a policy ranked). `fragmentation`: 1 - longest run / free bytes, of the addresses that are
-        used without remap.
+        `short_periods` (of these, malloc had to choose for itself), `plan_seconds` (time to make them, in the
+        background), `rankings` (how often a policy ranked). `fragmentation`: 1 - longest run / free bytes, of the
+        addresses that are used without remap.
     """
     runtime = last()
     return runtime.stats() if runtime is not None else {}

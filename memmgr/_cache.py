@@ -1,4 +1,4 @@
-"""Where what is compiled on this machine is kept, and how that is said."""
+"""The folder for libraries that are compiled on this machine, and its text for users."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _temporary() -> Path | None:
-    """A folder of this user alone: libraries are loaded from it. None: somebody else has made it."""
+    """A folder of this user alone: libraries are loaded from it. None: another user has made it."""
     folder = Path(tempfile.gettempdir()) / f"memmgr-cache-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,6 +1,5 @@
-"""`MEMMGR_BUDGET` and `MEMMGR_CONF`: how they are read, and what becomes of a script when they cannot be.
-
-Torch is not imported here: the command line reads the variables, too.
+"""`MEMMGR_BUDGET` and `MEMMGR_CONF`: how they are read, and how a script ends when they are wrong. Torch is not
+imported here: the command line reads the variables, too.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ KEYS = (
     "allocator",
     "log",
     "verify",
+    "prefetch",
     "quiet",
     "strict",
     "trace",
@@ -98,7 +98,7 @@ def parse_conf(text: str) -> dict[str, Any]:
     `strict` is none of them: unless it is off, a budget that cannot be had is an error and not an unmanaged training.
 
     Raises:
-        ValueError: an unknown key, a pair without a colon, or a value that is none; the text names what is accepted.
+        ValueError: an unknown key, a pair without a colon, or a malformed value; the text names the accepted ones.
     """
     found: dict[str, Any] = {}
     folder, size = None, None
@@ -119,7 +119,7 @@ def parse_conf(text: str) -> dict[str, Any]:
             folder = value
         elif key == "disk_size":
             size = value
-        elif key in ("verify", "quiet", "strict"):
+        elif key in ("verify", "prefetch", "quiet", "strict"):
             found[key] = _flag(key, value)
         else:
             raise _unknown(key)
@@ -181,7 +181,9 @@ def local_ranks() -> int:
 
 
 def is_strict(text: str) -> bool:
-    """Whether `MEMMGR_CONF` asks for errors, as it does by default; whatever else is wrong with it, `strict:off` counts."""
+    """Tells if `MEMMGR_CONF` asks for errors, as it does by default. `strict:off` counts even if the rest of it is
+    wrong.
+    """
     if text.lstrip().startswith("{"):
         try:
             pairs = list(pairs_of(text))
@@ -193,7 +195,7 @@ def is_strict(text: str) -> bool:
 
 
 def check_limit(text: str) -> None:
-    """Refuses what `MEMMGR_BUDGET` cannot be.
+    """Checks `MEMMGR_BUDGET`.
 
     Raises:
         ValueError: the text begins with the variable's name.
@@ -202,7 +204,7 @@ def check_limit(text: str) -> None:
 
 
 def check_conf() -> None:
-    """Refuses what `MEMMGR_CONF` cannot be where no budget is asked for: some of its keys count without one.
+    """Checks `MEMMGR_CONF` when no budget is set: some of its keys count without one.
 
     Raises:
         Refused: `strict` is on.

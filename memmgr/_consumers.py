@@ -1,4 +1,4 @@
-"""Who takes the telemetry: readers on a socket, each with a bounded queue, and the log."""
+"""Consumers of the telemetry: readers on a socket, each with a bounded queue, and the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUEUE_BYTES = 4 << 20
 LONGEST_REQUEST = 4096
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 3600.0
 MOST_ITEMS = 64  # of one events line; the rest is one sum per kind
-MOST_PASSES = 32  # told one by one in a passes line; of the others only the sums
+MOST_PASSES = 32  # listed one by one in a passes line; of the others only the sums
 
 
 def dumps(line: dict[str, Any]) -> bytes:
@@ -36,7 +36,7 @@ def log_path(path: str) -> Path:
 
 
 class Consumer:
-    """Somebody who gets lines: how often, which, and what has happened since their last one."""
+    """A receiver of telemetry lines: how often it gets them, which kinds, and the sums since its last line."""
 
     interval_seconds = 1.0
     cells = 50
@@ -60,13 +60,13 @@ class Consumer:
         self.send(dumps(line))
 
     def look(self, sample: dict[str, Any]) -> None:
-        """A sample that it is about to get: what else is wanted may depend on it."""
+        """Called with the sample that it is about to get: the kinds that it needs may depend on it."""
 
     def had(self, kind: str) -> None:
-        """It was sent what it wanted."""
+        """Records that a line of this kind was sent."""
 
     def collect(self, events: list[Any], unlisted: int, passes: list[tuple[int, int, float, float, float]]) -> None:
-        """Adds what happened to the pile."""
+        """Adds events to the sums."""
         for what, op, module, count, nbytes, seconds in events:
             sums = self._sums.setdefault((what, op, module), [0, 0, 0.0])
             sums[0] += count
@@ -148,7 +148,7 @@ class Log(Consumer):
         self.path, self._fd = _own_file.begin(path)
 
     def send(self, data: bytes, *, sample: bool = False) -> None:
-        """Writes it, in whole lines. What cannot be written ends the log, never the run."""
+        """Writes the line whole. A failed write ends the log, never the run."""
         if self.error or self._fd < 0:
             return
         self._samples += sample
@@ -187,7 +187,7 @@ class Reader(Consumer):
         self._socket = connection
         self._queue: deque[bytes] = deque()
         self._queued = 0
-        self._part = b""  # what is left of a line that was begun
+        self._part = b""  # the unsent rest of a line
         self._asked = b""
         self._dropped = 0
         self.dead = False
@@ -199,7 +199,7 @@ class Reader(Consumer):
         return bool(self._part or self._queue)
 
     def send(self, data: bytes, *, sample: bool = False) -> None:
-        """Queues it and sends what the socket takes."""
+        """Queues the line and sends as many bytes as the socket takes."""
         self._queue.append(data)
         self._queued += len(data)
         while len(self._queue) > QUEUE_LINES or (self._queued > QUEUE_BYTES and len(self._queue) > 1):
@@ -227,7 +227,7 @@ class Reader(Consumer):
             self.dead = True
 
     def receive(self) -> None:
-        """Takes the reader's wishes; what is no request is answered with an error."""
+        """Takes the reader's requests; a malformed one is answered with an error."""
         try:
             data = self._socket.recv(65536, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -1,9 +1,9 @@
 """CUDA's allocator: compiled once per installed torch, put in torch's place before CUDA is initialised.
 
 `import memmgr` does this where torch has CUDA and a device is there, so that a budget later finds every block in its own
-arena. Without a budget the allocator is unlimited. `MEMMGR_INSTALL=0` prevents it. Where CUDA was used before the import, or
-who asks for it (`allocator="native"`), torch's own caching allocator stays, and a budget is kept in that. Nothing here
-initialises CUDA, or asks its runtime anything: a fork that follows stays possible.
+arena. Without a budget the allocator is unlimited. `MEMMGR_INSTALL=0` prevents it. Where CUDA was used before the
+import, or with `allocator="native"`, torch's own caching allocator stays, and the budget is kept in that. No code here
+initialises CUDA or calls its runtime, so a later fork stays possible.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _asked_for_torchs() -> bool:
 
 
 def _reason() -> str | None:
-    """Why no budget can be kept on a GPU here, whoever allocates; or None."""
+    """The reason why no budget can be kept on a GPU here with either allocator, or None."""
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_getAllocatorBackend"):
         return "this torch has no CUDA; device='cpu' manages host memory"
     if _is_worker():
@@ -129,7 +129,7 @@ def header_folders() -> list[Path]:
 
 
 def _major(folder: Path) -> str | None:
-    """Of the CUDA release that the headers are from."""
+    """The major CUDA release of the headers in `folder`."""
     for name in ("cuda.h", "cuda_runtime_api.h"):
         file = folder / name
         if file.is_file():
@@ -140,10 +140,11 @@ def _major(folder: Path) -> str | None:
 
 
 def find_headers() -> list[Path]:
-    """The folders to compile with: one that is whole, or the runtime's and another one with what it lacks.
+    """The folders to compile with: one with all headers, or the runtime's and another one with the headers that it
+    lacks.
 
     Raises:
-        NotBuiltError: CUDA's headers are not there, or of another release than torch.
+        NotBuiltError: CUDA's headers are missing, or are of another release than torch.
     """
     wanted = (torch.version.cuda or "").split(".")[0]
     folders = [folder for folder in header_folders() if (folder / "cuda_runtime_api.h").is_file()]
@@ -151,8 +152,8 @@ def find_headers() -> list[Path]:
     for folder in fitting:
         if (folder / "crt" / "host_config.h").is_file():
             return [folder]
-    # CUDA's own packages have crt/ apart, and torch does not ask for that one. Triton has it, of whatever release: what is
-    # there only tells compilers apart, and the folder comes last, so that nothing else is taken from it.
+    # CUDA's own packages have crt/ apart, and torch does not depend on that one. Triton has it, of some release. Its
+    # headers only tell compilers apart, and the folder comes last, so that no other header is taken from it.
     lent = [folder for folder in header_folders() if (folder / "crt" / "host_config.h").is_file()]
     if fitting and lent:
         return [fitting[0], lent[0]]
@@ -241,8 +242,8 @@ def in_place() -> bool:
 
 
 def manage(allocator: str = "auto") -> str | None:
-    """Prepares for a budget: memmgr's allocator where it can be had, else (or where `native` is asked for) torch's own, which
-    stays what it is. None, or why no budget can be kept. Never raises."""
+    """Prepares for a budget: installs memmgr's allocator if possible, else (or for `native`) uses torch's own,
+    unchanged. Returns None, or the reason why no budget can be kept. Never raises."""
     if allocator == NATIVE:
         return NOT_NATIVE if in_place() else _use_torchs()
     why = install()
@@ -271,7 +272,7 @@ def _use_torchs() -> str | None:
 
 
 def address() -> int:
-    """Of the `mm_plugin` that a budget on CUDA is kept by; 0: none yet."""
+    """Address of the `mm_plugin` that keeps a budget on CUDA; 0: none yet."""
     return int(_library.mm_cuda_plugin()) if _library is not None else _torchs
 
 

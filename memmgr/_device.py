@@ -17,8 +17,8 @@ from ._machine import memory_bytes
 from ._sizes import UNLIMITED
 
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
-# What is page-locked is taken from the machine as it is needed, and is no longer anybody else's: by default no more than a run
-# of three times its budget needs.
+# Page-locked memory is taken from the machine and no other process can use it: by default no more than a run of three
+# times its budget needs.
 HOST_TIER_BUDGETS = 2
 
 
@@ -90,16 +90,16 @@ def machine_bytes() -> int:
 
 
 def room_bytes(device: torch.device) -> int:
-    """What a run may have there without a limit of its own."""
+    """Bytes that a run may have on the device without a limit of its own."""
     if device.type != "cpu":
         return total_bytes(device) or UNLIMITED
-    # What this process has already is the budget's, too.
+    # Memory that this process has already belongs to the budget, too.
     free = int(psutil.virtual_memory().available) // local_ranks()
     return min(machine_bytes(), free + int(psutil.Process().memory_info().rss))
 
 
 def host_bytes(device: torch.device, limit_bytes: int) -> int:
-    """Of host memory for what leaves an accelerator, for who did not say."""
+    """The default size of host memory for tensors offloaded from an accelerator."""
     free = int(psutil.virtual_memory().available) // (2 * local_ranks())
     if limit_bytes < UNLIMITED:
         return min(free, HOST_TIER_BUDGETS * limit_bytes)

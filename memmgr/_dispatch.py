@@ -31,7 +31,7 @@ def include() -> None:
 
 
 def prepare() -> None:
-    """What else the key wants in this process: threads that have it, and higher-order ops that pass it over."""
+    """Prepares the rest of the process for the key: threads get it, and higher-order ops pass it over."""
     _let_higher_order_ops_through()
     if hasattr(threading.Thread, "_memmgr"):
         return
@@ -51,7 +51,7 @@ def _include() -> None:
 
 
 def _let_higher_order_ops_through() -> None:
-    """They have no kernel for the key, those that are made later neither; what they call is seen."""
+    """Higher-order ops have no kernel for the key, nor do those defined later. The ops that they call are seen."""
     key = torch._C._dispatch_key_parse(KEY)
     for op in torch._ops._higher_order_ops.values():
         op.fallthrough(key)

@@ -1,8 +1,8 @@
-"""What `import torch` calls (entry point group `torch.backends`), in every process of the environment.
+"""The function that `import torch` calls (entry point group `torch.backends`), in every process of the environment.
 
 It enables memmgr in an unmodified script (`MEMMGR_BUDGET=12GB python train.py`), and finishes an `import memmgr` that came
-before torch's. It costs one look at the names of the environment when neither is the case. It raises nothing but `SystemExit`,
-where a budget is asked for that cannot be had, or a variable is misspelt.
+before torch's. Otherwise it costs one look at the names of the environment. It raises only `SystemExit`: if the budget
+cannot be opened, or a variable is misspelt.
 """
 
 from __future__ import annotations

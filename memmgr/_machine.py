@@ -8,7 +8,8 @@ import psutil
 
 _GROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-"""What says the limit, by the controller that `_MINE` names: of the second version, which names none, and of the first."""
+"""The file with the limit, by the controller that `_MINE` names: the second version, which names none, and the first.
+"""
 
 
 def group_bytes() -> int | None:
@@ -38,6 +39,6 @@ def _limit(file: Path) -> list[int]:
 
 
 def memory_bytes() -> int:
-    """Of what a percentage of the CPU device is a percentage."""
+    """The memory that a percentage on the CPU device refers to."""
     whole = int(psutil.virtual_memory().total)
     return min(whole, group_bytes() or whole)

@@ -11,10 +11,10 @@ from . import _budget
 
 
 class ManagedTensor(torch.Tensor):
-    """A tensor that memmgr may let go between uses. Made by `memmgr.manage`.
+    """A tensor that memmgr may evict between uses. Made by `memmgr.manage`.
 
-    For what user code or an optimizer holds on to: AdamW's moments, a teacher's outputs, a replay buffer. Activations do
-    not need it. Shapes, dtypes and results are those of the tensor that it was made from; in-place ops change it.
+    For tensors that user code or an optimizer holds: AdamW's moments, a teacher's outputs, a replay buffer. Activations
+    do not need it. Shapes, dtypes and results are those of the tensor that it was made from; in-place ops change it.
 
     Known limitations: it takes part in autograd as a leaf that needs no gradient; `data_ptr()` and extensions that take
     raw pointers do not see it (call `.to_tensor()` first); it costs 10 to 20 us an op.
@@ -81,10 +81,10 @@ class ManagedTensor(torch.Tensor):
 
 
 def manage(tensor: torch.Tensor) -> ManagedTensor:
-    """Hands a tensor over: between uses its bytes live on the tier below, and any op brings them back.
+    """Hands a tensor over: between uses its bytes live in the tier below, and any op restores them.
 
-    A hint, rarely needed: whatever a budget's device holds may leave. This one leaves after every op that used it. Without
-    an open budget the result behaves like the tensor.
+    A hint, rarely needed: every tensor on a budget's device may be evicted. This one is evicted after each op that used
+    it. Without an open budget the result behaves like the tensor.
 
     Args:
         tensor: a dense tensor on the budget's device that needs no gradient.

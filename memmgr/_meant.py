@@ -1,4 +1,4 @@
-"""What somebody meant who wrote a word that is almost one."""
+"""Suggestions for misspelt words."""
 
 from __future__ import annotations
 

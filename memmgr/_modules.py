@@ -21,7 +21,7 @@ LEARNED_PASSES = 4  # at a time: programs alternate
 
 
 class Native(Protocol):
-    """What is asked of the native half."""
+    """The functions that are used of the native half."""
 
     def set_learning(self, on: bool) -> None: ...
     def set_module(self, number: int) -> None: ...
@@ -47,7 +47,7 @@ class Modules:
 
     @property
     def watching(self) -> bool:
-        """Somebody looks."""
+        """A reader has connected."""
         return self._steps is not None
 
     def watch(self) -> None:
@@ -133,7 +133,7 @@ class Modules:
         return number
 
     def _learn(self, module: torch.nn.Module, stack: list[int]) -> tuple[Any, int]:
-        """Names the module and what is in it: by its path from the outermost one that was called."""
+        """Names the module and its children: by the path from the outermost module that was called."""
         root = type(module).__name__ if not stack else f"{self.names[stack[-1]]}.{type(module).__name__}"
         if not stack:
             inside = {id(child) for child in module.modules()}
@@ -141,7 +141,7 @@ class Modules:
             self._roots[id(module)] = weakref.ref(module)
         for path, child in module.named_modules():
             entry = self._known.get(id(child))
-            # Who looks for the first time in the middle of a forward sees a part of the model first, and the whole later.
+            # A budget that opens in the middle of a forward sees a part of the model first, and the whole later.
             if not stack or entry is None or entry[0]() is not child or child is module:
                 number = self._number(f"{root}.{path}" if path else root)
                 self._known[id(child)] = (weakref.ref(child), number)
@@ -151,13 +151,13 @@ class Modules:
         """The path, or None where it is unknown."""
         return self.names[number] if 0 < number < len(self.names) else None
 
-    # -- what the program holds: in the telemetry's thread --
+    # -- tensors that the program holds: in the telemetry's thread --
 
     def holdings(self, device_type: str) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of model states: by kind, and by the module that has them.
 
         Walks the models and optimizers that were seen at work, not the garbage collector's list: that would keep every
-        tensor of the program alive for the time of the walk, and what is kept alive cannot leave.
+        tensor of the program alive for the time of the walk, and such tensors cannot be evicted.
         """
         kinds = {"parameters": 0, "gradients": 0, "buffers": 0, "optimizer state": 0}
         modules: dict[str, int] = {}

@@ -11,9 +11,9 @@ _begun: set[tuple[int, Path]] = set()
 
 
 def begin(path: Path) -> tuple[Path, int]:
-    """Its name and the file, open. The name has this process's number where another one, its parent most likely, writes to it.
-
-    What another budget of this process has begun goes on, one session after the other.
+    """Opens a file for this process alone. Returns its name and descriptor. The name contains this process's number if
+    another process, probably its parent, writes to the file. A file that another budget of this process has begun is
+    continued, one session after the other.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
     if not stat.S_ISREG(os.fstat(file).st_mode):

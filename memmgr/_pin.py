@@ -1,4 +1,4 @@
-"""`pin`: tensors that stay in memory, for what no rule can know."""
+"""`pin`: tensors that stay in memory, for uses that memmgr cannot see."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class pin:
             kernel.attach(table)  # C++ that goes on reading it, though it is no argument of later calls
             train()
 
-    Rarely needed: whatever an op touches is in memory while the op runs, and a tensor whose address torch was asked for
-    (`data_ptr`, numpy, DLPack) stays by itself. What memmgr cannot see is a tensor that C++ keeps from one call and reads in
-    another. Bytes that are away come back first. Pinned bytes count against the budget, and towards its floor.
+    Rarely needed: the tensors of an op are in memory while the op runs, and a tensor whose address was taken
+    (`data_ptr`, numpy, DLPack) stays by itself. But memmgr cannot see a tensor that C++ keeps from one call and reads
+    in another. Absent bytes are restored first. Pinned bytes count against the budget, and towards its floor.
 
     Args:
         tensors: on the budget's device. Their storages live as long as the pin.
@@ -27,8 +27,8 @@ class pin:
     Raises:
         BudgetError: they do not fit.
 
-    Known limitations: outside of a budget it does nothing, and it does not reach into a budget that opens later. Tensors
-    below 64 KiB never leave anyway.
+    Known limitations: outside of a budget it does nothing, and it does not reach into a budget that opens later.
+    Tensors below 64 KiB are never evicted anyway.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:

@@ -10,12 +10,12 @@ _REMAP_FIRST, _REMAP_LAST, _REMAP_NEVER = 0, 1, 2
 
 @dataclass(frozen=True)
 class Placement:
-    """Who leaves, and where blocks lie.
+    """How victims are chosen, and where blocks lie.
 
     Attributes:
-        search: -1: in the order of the ranking, and addresses further up cure what has no run (remap); 0 score, 1 DTE,
-            2 sliding window: within the budget's length of addresses, until the request fits there.
-        remap: 0 first, 1 when nothing may leave that would help, 2 never.
+        search: -1: in the order of the ranking, with remapping to higher addresses where there is no run; 0 score, 1
+            DTE, 2 sliding window: within the budget's length of addresses, until the request fits there.
+        remap: 0 first, 1 when no eviction would help, 2 never.
         apart: cheap and expensive blocks from opposite ends.
     """
 

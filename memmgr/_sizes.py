@@ -26,7 +26,7 @@ _BINARY = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10
 
 
 def _accepted(whole: int | None, *more: str) -> str:
-    """What is understood; a percentage only where there is something that it can be of."""
+    """The accepted forms; a percentage only where it has a meaning."""
     found = ['"12GB" (10^9 bytes each)', '"12GiB" (2^30 bytes each)', '"500MB"', "a number of bytes (12_000_000_000)"]
     found += [] if whole is None else ['"80%"']
     *others, last = [*found, *more]
@@ -39,17 +39,17 @@ def parse_size(
     """Bytes from an int or a string.
 
     Args:
-        value: `_accepted` says what is understood. Units are bytes, in any case: nobody measures memory in bits.
-        whole: what a percentage is a percentage of, in bytes; None where percentages make no sense.
-        what: the name of the thing, for the error.
-        more: what the caller has accepted besides, for the error.
+        value: one of the forms of `_accepted`. Units are bytes, in upper or lower case.
+        whole: the bytes that a percentage refers to; None where percentages make no sense.
+        what: the name of the setting, for the error.
+        more: other forms that the caller accepts, for the error.
 
     Returns:
         Bytes, at least 1.
 
     Raises:
-        ValueError: not a size, not positive, or so small a number without a unit that the unit was most likely forgotten; the
-            text shows what would be accepted.
+        ValueError: not a size, not positive, or so small a number without a unit that the unit was most likely
+            forgotten; the text shows the accepted forms.
         TypeError: not an int or a string.
     """
     accepted = _accepted(whole, *more)
@@ -118,7 +118,7 @@ def parse_limit(
 
 
 def parse_host(value: int | str, what: str = "host") -> int:
-    """As `parse_size`, of memory for what leaves: `"none"` is none of it, 0."""
+    """As `parse_size`, for host memory of offloaded tensors: `"none"` is 0."""
     return 0 if is_none(value) else parse_size(value, what=what, more=('"none" (no host memory)',))
 
 
@@ -127,7 +127,7 @@ class Need:
     """A budget that is known once the run has been measured.
 
     Attributes:
-        share: of what the run needs; None: the knee of the budget's cost (`"auto"`).
+        share: of the run's need; None: the knee of the budget's cost (`"auto"`).
     """
 
     share: float | None
@@ -137,7 +137,7 @@ class Need:
 
 
 MOST_SHARE = 2.0
-"""Of the need: more is taken for a percentage that lost its sign."""
+"""The largest share of the need: a larger one is a percentage without its sign."""
 
 _OF_A_RUN = ('"need*60%" (of what the run needs)', '"auto" (the knee of its cost)', NO_LIMIT)
 _WORDS = ("auto", "need", "none")
@@ -147,7 +147,7 @@ def parse_budget(value: int | float | str | None, *, whole: int | None = None, w
     """As `parse_limit`, of a budget, which may depend on the run: `"need*60%"`, `"need*0.6"`, `"auto"`.
 
     Raises:
-        ValueError, TypeError: as `parse_limit`, and a share of the need that is none; the text says what was meant.
+        ValueError, TypeError: as `parse_limit`, and a malformed share of the need; the text suggests the right one.
     """
     text = value.strip().lower() if isinstance(value, str) else ""
     if text == "auto":
@@ -182,7 +182,7 @@ def _need(share: float, given: object, what: str) -> Need:
 
 
 def _meant(text: str) -> str:
-    """What somebody meant who wrote this, if that is plain."""
+    """A suggestion for a misspelt limit, or ""."""
     word = text[: len(text) - len(text.lstrip(string.ascii_lowercase))]
     near = ["need"] if "need" in text else difflib.get_close_matches(word, _WORDS, n=1)
     if not near:
@@ -208,7 +208,7 @@ def is_binary(value: object) -> bool:
 def show_size(size: float, *, binary: bool = False) -> str:
     """Three significant digits in powers of ten, `1.62 GB`, or of two, `1.51 GiB`."""
     for unit, factor in _BINARY if binary else _DECIMAL:
-        if abs(size) >= 0.9995 * factor:  # what would be shown as a thousand of the next smaller unit
+        if abs(size) >= 0.9995 * factor:  # a size that would be shown as a thousand of the next smaller unit
             shown = size / factor
             # From a thousand on (there are 1024 KiB to a MiB) all digits, not "1.02e+03".
             return f"{shown:.3g} {unit}" if abs(shown) < 999.5 else f"{shown:.0f} {unit}"
@@ -216,7 +216,7 @@ def show_size(size: float, *, binary: bool = False) -> str:
 
 
 def round_up(size: int, *, binary: bool = False) -> int:
-    """The next size that `show_size` shows without rounding down, so that who types what is shown has enough."""
+    """The next size that `show_size` shows without rounding down, so that the shown size is enough when it is typed."""
     unit = next((factor for _, factor in (_BINARY if binary else _DECIMAL) if size >= 0.9995 * factor), 1)
     digit = 1.0
     while size / unit >= 1000 * digit:

@@ -1,6 +1,5 @@
-"""The telemetry stream's address and version: what a training process and whoever watches it have to agree on.
-
-Imports nothing heavy: a dashboard starts without torch. Every line has a `type`.
+"""The telemetry stream's address and version: a training process and its readers have to agree on both. Imports no
+heavy module: a dashboard starts without torch. Every line has a `type`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _LONGEST = 100  # bytes of a socket's path that every system takes (Linux: 107)
 
 
 class Unreachable(OSError):
-    """There is nobody to talk to; the text says why, in one line."""
+    """The process cannot be reached; the text has the reason, in one line."""
 
 
 def folder() -> Path:
@@ -35,7 +34,7 @@ def private_folder() -> Path:
     """The folder, made if need be.
 
     Raises:
-        OSError: it cannot be made, or it is somebody else's, or others may enter: then nothing is put there.
+        OSError: it cannot be made, or another user owns it, or other users may enter: then no socket is made there.
     """
     path = folder()
     with contextlib.suppress(FileExistsError):
@@ -52,7 +51,7 @@ def socket_of(pid: int) -> Path:
 
 
 def processes() -> list[int]:
-    """The processes of this user with an open budget, by their sockets; sockets that nobody serves are removed."""
+    """The processes of this user with an open budget, by their sockets; sockets without a process are removed."""
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(folder().iterdir()):
@@ -96,7 +95,7 @@ def _alive(pid: int) -> bool:
 
 
 def _served(path: Path) -> bool:
-    """Somebody listens there. Only a refusal proves the opposite: a busy one must not lose its address."""
+    """Tells if a process listens there. Only a refusal proves the opposite: a busy one must not lose its address."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -138,7 +137,7 @@ def listen() -> tuple[socket.socket, Path]:
             _at(new, server.bind)
             os.chmod(new, 0o600)
             server.listen(8)
-            os.rename(new, path)  # who finds it finds it listening
+            os.rename(new, path)  # readers that find the new path find a listening socket
         except FileNotFoundError:  # another process took the empty folder away
             server.close()
             continue
@@ -151,7 +150,7 @@ def listen() -> tuple[socket.socket, Path]:
 
 
 def remove(path: Path) -> None:
-    """Takes the address away, and the folder with it if it is the last."""
+    """Removes the address, and the folder if it is the last one in it."""
     _unlink(path)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
@@ -161,7 +160,7 @@ def connect(pid: int, seconds: float = 5.0) -> socket.socket:
     """A connection to a process, blocking with that time-out.
 
     Raises:
-        Unreachable: no such process, it has no open budget, it is somebody else's, or it does not answer.
+        Unreachable: no such process, it has no open budget, it is another user's, or it does not answer.
     """
     path = socket_of(pid)
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
-"""Publishes what a budget does: to whoever connects to this process's socket, and to a log, one JSON object a line.
+"""Publishes the activity of a budget to the readers of this process's socket and to a log, one JSON object a line.
 
-One thread, asleep in `poll` without a time-out while nobody is connected and no log is kept. What it sends is sums and
+One thread, asleep in `poll` without a time-out while no reader is connected and no log is kept. It sends sums and
 snapshots; the training threads never wait for it, and never send anything themselves. Its own processor time is
 measured and kept under a share of the run by doing less.
 """
@@ -28,9 +28,10 @@ from ._threads import join
 from .observe.ranks import where_in_job
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
-"""Of the run's time, at most that much is processor time of the telemetry's thread. What takes longer is done less often."""
+"""The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
+"""
 
-EVENTS_SECONDS = 0.5  # what happened is told at most so often: each line is a sum over many small things
+EVENTS_SECONDS = 0.5  # least time between two lines of events: each line is a sum over many small events
 
 WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of the pager's `Event`
 MAP_STATES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")  # in the order of `memory_map`
@@ -41,22 +42,22 @@ _CELL = "bytes state copy held handles op_seconds age_seconds recomputable op mo
 
 
 class About(Protocol):
-    """What a run says of itself."""
+    """A run's description of itself."""
 
     device_type: str
 
     def hello(self) -> dict[str, Any]:
-        """What does not change."""
+        """The facts that do not change during the run."""
 
     def sample(self) -> dict[str, Any]:
-        """What does."""
+        """The figures that change."""
 
     def look(self) -> None:
-        """Finds out what is held, for the next samples."""
+        """Finds the owners of tensors, for the next samples."""
 
 
 class Native(modules_.Native, Protocol):
-    """What is asked of the native half."""
+    """The functions that are used of the native half."""
 
     def set_detail(self, on: bool) -> None: ...
     def drain_events(self) -> tuple[list[tuple[int, str | None, int, int, int, float]], int]: ...
@@ -70,7 +71,7 @@ _open: set[Telemetry] = set()
 
 @atexit.register
 def _tidy() -> None:
-    """A process that ends with its budget open still takes its address away."""
+    """A process that ends with its budget open still removes its address."""
     for telemetry in list(_open):
         telemetry.forget_address()
 
@@ -82,7 +83,7 @@ class Telemetry:
         self._native = native
         self._about = about
         self.modules = Modules(native)
-        self.detail = False  # somebody looks: the training threads note per-op detail
+        self.detail = False  # a reader is connected: the training threads record per-op detail
         self._log_wanted = log_path(log) if log is not None else None
         self._log: Log | None = None
         self._readers: dict[int, Reader] = {}
@@ -128,14 +129,14 @@ class Telemetry:
             self.modules.begin()
             self._log.put(self._hello())
         _open.add(self)
-        # Deadlines of what walks Python objects begin as if it had just been done: a dashboard that comes and goes in the
-        # first seconds shall cost nothing.
+        # Deadlines of tasks that walk Python objects begin as if each had just run: a dashboard that connects and
+        # disconnects in the first seconds must cost nothing.
         self._not_before["holders"] = self._begun + 0.02 / SHARES["holders"]
         self._thread = threading.Thread(target=self._loop, name="memmgr-telemetry", daemon=True)
         self._thread.start()
 
     def ended_pass(self, resident_peak: int, unmanaged_peak: int, forward: float, backward: float) -> None:
-        """A pass is over; kept only while somebody looks."""
+        """Records a pass that has ended; kept only while a reader is connected."""
         if self.detail:
             self._passes.append((resident_peak, unmanaged_peak, forward, backward, self._now()))
             self.modules.ended_pass()
@@ -153,7 +154,7 @@ class Telemetry:
             self._happenings.append({"what": what, "seconds": self._now(), **fields})
 
     def close(self, stats: dict[str, Any], summary: str, failed: bool) -> None:
-        """Sends the end, and leaves no thread, no file and no hook (rule 10)."""
+        """Sends the end, and leaves no thread, no file and no hook (rule 13)."""
         if self._thread is None or os.getpid() != self._pid:
             return
         self._ending = {"stats": stats, "summary": summary, "failed": failed}
@@ -165,7 +166,7 @@ class Telemetry:
         self.forget_address()
 
     def complaints(self) -> list[str]:
-        """What went wrong here, for who ends the budget."""
+        """Errors of the telemetry, to report when the budget ends."""
         said = []
         if self._log is not None and self._log.error:
             said.append(f"the log {self._log.path} is not complete: {self._log.error}")
@@ -174,14 +175,14 @@ class Telemetry:
         return said
 
     def forget_address(self) -> None:
-        """Takes the socket's file away, if it is this process's."""
+        """Removes the socket's file, if it is this process's."""
         _open.discard(self)
         if self._path is not None and os.getpid() == self._pid:
             _stream.remove(self._path)
             self._path = None
 
     def in_child(self) -> None:
-        """In a forked child: what is open here is the parent's. Nothing is sent, nothing is unlinked."""
+        """In a forked child: all open files are the parent's. No line is sent, no file is unlinked."""
         _open.discard(self)
         self._thread = None
         self._path = None
@@ -227,7 +228,7 @@ class Telemetry:
         while True:
             try:
                 self._round(poll)
-            except BaseException as error:  # what goes wrong here must not be seen by the run
+            except BaseException as error:  # errors here must not reach the run
                 self.errors.append(f"{type(error).__name__}: {error}")
                 if len(self.errors) > 20:
                     return
@@ -292,7 +293,7 @@ class Telemetry:
         reader.put(self._hello())
 
     def _tick(self) -> None:
-        """Samples, and gives each consumer its due; what that cost says when the next one may be."""
+        """Samples, and sends each consumer the lines that are due. The measured cost decides when the next tick may be."""
         now = time.perf_counter()
         if now < self._not_before.get("sample", 0.0):
             return
@@ -328,7 +329,7 @@ class Telemetry:
         self._not_before[kind] = now + (time.thread_time() - begun) / SHARES[kind]
 
     def _gather(self) -> None:
-        """What happened since the last look goes to everybody's pile."""
+        """Adds the events since the last call to the sums of all consumers."""
         events, unlisted = self._native.drain_events()
         passes = [self._passes.popleft() for _ in range(len(self._passes))]
         happenings = [self._happenings.popleft() for _ in range(len(self._happenings))]

@@ -1,4 +1,4 @@
-"""Threads that are ours: how they end, and who goes first."""
+"""memmgr's own threads: how they end, and their priority."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-_BEHIND = 10  # nice: about a tenth of what a thread gets that trains
+_BEHIND = 10  # nice: about a tenth of the processor time of a training thread
 
 
 def join(thread: threading.Thread | None, seconds: float | None = None) -> None:
@@ -30,11 +30,11 @@ def join(thread: threading.Thread | None, seconds: float | None = None) -> None:
 
 
 class Stopped(BaseException):
-    """What is computed here is nobody's any more."""
+    """The result of this computation is no longer needed."""
 
 
 class Raiser(Protocol):
-    """What is used of the pager."""
+    """The function that is used of the pager."""
 
     def raise_in(self, thread: int, exception: type[BaseException], package: str) -> bool: ...
 
@@ -64,11 +64,13 @@ def _collecting() -> bool:
 
 
 class Computation:
-    """What a thread computes in Python, seconds long, until another ends it. The planner has no clock and asks nobody.
+    """A computation of some seconds in Python, in a thread of its own, until another thread ends it. The planner has no
+    clock and checks no flag.
 
     Args:
         native: raises an exception in another thread.
-        package: whose functions compute. What else Python runs in that thread, finalizers of the user's, is never cut short.
+        package: the package whose functions may be interrupted. Other Python code in that thread, such as the user's
+            finalizers, never is.
     """
 
     def __init__(self, native: Raiser, package: str = "memmgr.policies") -> None:
@@ -80,10 +82,10 @@ class Computation:
         self._raised = False  # in that thread
 
     def run(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns.
+        """Runs `compute` and returns its result.
 
         Raises:
-            Stopped: by `end`, before or meanwhile.
+            Stopped: `end` was called before or during the computation.
         """
         with self._lock:
             if self._stopped:
@@ -113,7 +115,7 @@ class Computation:
         Meanwhile the collector begins nothing of itself: an exception that is on its way to its thread would meet finalizers.
         """
         global _usual
-        if gc.get_threshold() != _NEVER:  # nobody else ends one
+        if gc.get_threshold() != _NEVER:  # no other thread ends one
             _usual = gc.get_threshold()
         try:
             gc.set_threshold(*_NEVER)
@@ -138,11 +140,12 @@ class Computation:
 
 
 class Rationed:
-    """Work that gets a share of the time: once done, it is due again when as much has passed as makes it no more than that.
+    """Work that gets a share of the time: it is due again when its last run is no more than that share of the time
+    since.
 
     Args:
         share: above 0.
-        work: what is done where it is called.
+        work: the function to run.
     """
 
     def __init__(self, share: float, work: Callable[[], object]) -> None:
@@ -162,9 +165,8 @@ class Rationed:
 
 
 def let_others_first() -> None:
-    """This thread has the processor where nobody who trains wants it: a kernel's threads wait for the last of them.
-
-    For its whole life; only Linux has a priority for each thread.
+    """Lowers the priority of this thread for its whole life, so that training threads go first: a kernel's threads wait
+    for the last of them. Only Linux has a priority for each thread.
     """
     mine = threading.get_native_id()
     with contextlib.suppress(OSError):

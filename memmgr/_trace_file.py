@@ -19,7 +19,7 @@ _MAGIC = "memmgr_trace"
 
 
 ABOUT = ("rank", "world_size", "job", "host")
-"""What the head may say of the process: its rank of how many, in which job, on which machine."""
+"""Facts about the process that the head may contain: its rank of how many, in which job, on which machine."""
 
 
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any] | None = None) -> None:
@@ -28,7 +28,7 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any] | None = None
     Args:
         path: compressed if it ends in .gz.
         trace: the pass.
-        about: of `ABOUT`, what is known.
+        about: the known entries of `ABOUT`.
 
     Raises:
         OSError: the file cannot be written.
@@ -40,7 +40,7 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any] | None = None
 
 
 def _records(trace: Trace, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines: the head, what happens in its order, the end."""
+    """The lines: the head, the events in order, the end."""
     yield {
         _MAGIC: VERSION,
         "device": trace.device,
@@ -65,7 +65,7 @@ def _records(trace: Trace, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def _ran(op: Op, outputs: list[Storage]) -> dict[str, Any]:
-    """One op; what it has not is left out."""
+    """One op; empty fields are left out."""
     record = {
         "op": op.name,
         "s": op.seconds,
@@ -101,7 +101,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Of `ABOUT`, what a trace file says; nothing where it is none."""
+    """The entries of `ABOUT` in a trace file; empty if it is not one."""
     if not is_trace(path):
         return {}
     opener = gzip.open if path.suffix == ".gz" else open
@@ -111,7 +111,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def is_trace(path: Path) -> bool:
-    """Does it begin as a trace file does? Whatever cannot be read is none."""
+    """Tells if the file begins as a trace file does. An unreadable file does not."""
     try:
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8") as file:

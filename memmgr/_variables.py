@@ -1,7 +1,7 @@
-"""The variables `MEMMGR_...` that somebody reads. One that nobody reads is a spelling mistake: a script would train without
-what it asks for, and not a word would be said.
+"""The known variables `MEMMGR_...`.
 
-Torch is not imported here, and this file is not where there is no such variable.
+An unknown one is a spelling mistake: the script would train without the setting, and without a message. Torch is not
+imported here, and this file is only imported if there is such a variable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VALUES = {
     **dict.fromkeys(("MEMMGR_DEBUG", "MEMMGR_INSTALL", "MEMMGR_TELEMETRY", "MEMMGR_TIER_DIRECT"), ("0", "1")),
     "MEMMGR_CUDA_MEMORY": ("mapped", "plain"),
 }
-"""What some of them may be; any other value would change nothing, and nobody would say so."""
+"""The accepted values of some variables; any other value would have no effect, and no message."""
 OF_TESTS = frozenset(
     "MEMMGR_CORE_LIB MEMMGR_DRIVER MEMMGR_OPS_SHARD MEMMGR_PAGER_SMALL MEMMGR_SHARED MEMMGR_SOAK_SECONDS MEMMGR_SOAK_SEED "
     "MEMMGR_TEST_ALL_OPS".split()
@@ -26,11 +26,11 @@ OF_TESTS = frozenset(
 """Those of our own tests and benchmarks: known, and never shown."""
 
 said = False
-"""What is wrong with the variables was said, or will be."""
+"""Errors in the variables were reported, or will be."""
 
 
 def unknown() -> dict[str, bool]:
-    """A sentence about each variable that nobody reads, or whose value nobody knows, and whether one is meant that there is."""
+    """A sentence about each unknown variable or value, and whether a known one is close to it."""
     found = {}
     for name, values in VALUES.items():
         value = os.environ.get(name) or values[0]  # empty: as if it were not set
@@ -51,7 +51,7 @@ def _near(name: str) -> str:
 
 
 def refuse_unknown() -> None:
-    """Ends the process where a variable is misspelt; with `strict:off`, and where it may be somebody else's, it is a warning.
+    """Ends the process where a variable is misspelt; with `strict:off`, and where it may be another program's, it is a warning.
 
     Raises:
         Refused: `strict` is on.

@@ -1,6 +1,6 @@
-"""What memmgr decides, apart from what it does: pure functions from plain data to plain data.
-
-No torch, no memmgr, no clock, no I/O, no state: the same code runs live, in the simulator and in property tests.
+"""Decisions of memmgr: pure functions from plain data to plain data, apart from the code that acts. No torch, no
+memmgr, no clock, no I/O, no state, so simulator and property tests run the same code. `plan` acts live; of `rules`,
+malloc uses C++ versions of the common scores, and prefetchers run in the simulator only.
 """
 
 from .rules.directors import DIRECTORS, Alternate, Auto

@@ -1,6 +1,5 @@
-"""What `compatibility.py` runs: a small training with each framework, plain or under a budget, and what it leaves behind.
-
-A check is a function of a `Scope` that returns everything that must have the same bits. It imports its framework itself.
+"""Checks of `compatibility.py`: a small training with each framework, plain or under a budget, and its final state. A
+check is a function of a `Scope` that returns all values that must have the same bits. It imports its framework itself.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Check:
     """One row of the table.
 
     Attributes:
-        title: what it is about.
-        packages: what has to be installed, and whose versions are shown.
+        title: its subject.
+        packages: those that have to be installed, and whose versions are shown.
         ranks: processes that it needs, over gloo.
         variables: of its environment.
     """
@@ -79,7 +78,8 @@ def check(title: str, *packages: str, **more: Any) -> Callable[[Callable[[Scope]
     return noted
 
 
-# ---- a model and a loop, for whoever needs no other --------------------------------------------------------------------
+# ---- a model and a loop, for checks without their own
+# ------------------------------------------------------------------
 
 
 def mlp(width: int = 64) -> nn.Sequential:
@@ -124,7 +124,7 @@ def texts(count: int = 32) -> list[dict[str, torch.Tensor]]:
 
 
 def gpt2() -> Any:
-    """A small one, which nobody has to download."""
+    """A small one that needs no download."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=64, vocab_size=128, n_positions=64, use_cache=False))

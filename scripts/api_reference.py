@@ -1,7 +1,7 @@
-"""Writes docs/api.md from the docstrings of what is public: `memmgr`, `memmgr.integrations`, the keys of `memmgr.stats()`.
+"""Writes docs/api.md from the public docstrings: `memmgr`, `memmgr.integrations`, the keys of `memmgr.stats()`.
 
     python scripts/api_reference.py           # writes it
-    python scripts/api_reference.py --check   # exit code 1 where it is not what would be written
+    python scripts/api_reference.py --check   # exit code 1 if it is out of date
 
 It reads the sources and imports nothing, so no optional package has to be there.
 """
@@ -41,7 +41,7 @@ def parsed(path: str) -> ast.Module:
 
 
 def value_of(module: ast.Module, name: str) -> ast.expr:
-    """What a module assigns to a name."""
+    """The value that a module assigns to a name."""
     for node in module.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
@@ -52,7 +52,7 @@ def value_of(module: ast.Module, name: str) -> ast.expr:
 
 
 def public(package: str) -> Iterator[tuple[str, Definition]]:
-    """What a package hands on, by its `__all__` and the table of where each is at home."""
+    """The definitions that a package exports, by its `__all__` and the table of their homes."""
     module = parsed(f"{package}/__init__.py")
     homes = ast.literal_eval(value_of(module, "_HOMES"))
     for name in ast.literal_eval(value_of(module, "__all__")):
@@ -62,7 +62,7 @@ def public(package: str) -> Iterator[tuple[str, Definition]]:
 
 
 def signature(name: str, function: ast.FunctionDef) -> str:
-    """As it is called: without `self`, and without what begins with an underscore."""
+    """The signature of a call: without `self`, and without parameters that begin with an underscore."""
     given = function.args
     defaults: list[ast.expr | None] = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
     plain = [(a, d) for a, d in zip(given.args, defaults, strict=True) if a.arg not in ("self", "cls")]
@@ -109,7 +109,7 @@ def described(name: str, node: Definition, level: str = "##") -> Iterator[str]:
     else:
         methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
         special = {n.name: n for n in methods if n.name in ("__new__", "__init__")}
-        # Exceptions, and what a function of ours makes, are not called by the user.
+        # Exceptions, and objects that our functions return, are not constructed by the user.
         called = special.keys() == {"__init__"}
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         shown = signature(name, special["__init__"]) if called else f"class {name}({bases})"

@@ -1,6 +1,6 @@
 """scikit-build-core's build, which begins by looking for a compiler: without one it ends in a sentence of ours, not in CMake's.
 
-pip puts a frame of its own around whatever a build says ("This error originates from a subprocess, and is likely not a
+pip puts a frame of its own around the output of a build ("This error originates from a subprocess, and is likely not a
 problem with pip"). That can't be helped; the earliest hook makes it shortest, and the sentence the only line inside.
 """
 

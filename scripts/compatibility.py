@@ -3,8 +3,8 @@
     python scripts/compatibility.py                   # all of them; `make compatibility` installs them first
     python scripts/compatibility.py --only ddp lora   # some, shown and not written
 
-Each check runs three times in one process: plain, in a budget without a limit that measures, and in one that is two fifths of
-the way from the floor to what it needs. Exit code 1 where one that could run has other bits, or passes its budget.
+Each check runs three times in one process: plain, in a budget without a limit that measures, and in one that is two
+fifths of the way from the floor to its need. Exit code 1 if a check has other bits, or exceeds its budget.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Run with memmgr {memmgr}, torch {torch}, Python {python} on the CPU.
 
 @dataclass
 class Outcome:
-    """What one process found.
+    """Result of one process.
 
     Attributes:
         same: its bits are those without memmgr.
-        peak_bytes: the most that it had on the device.
+        peak_bytes: most bytes on the device.
         limit_bytes: its budget.
-        left: tensors that left.
-        reason: why it could not run, or what went wrong.
+        left: tensors that were evicted.
+        reason: why it could not run, or its error.
     """
 
     same: bool = False
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def digest(left: Left) -> str:
-    """Of all bits."""
+    """SHA-256 of all bits."""
     sums = hashlib.sha256()
     for value in left:
         sums.update(
@@ -109,7 +109,7 @@ def work(check: Check) -> Outcome:
 
 
 def child(name: str, into: Path) -> None:
-    """Writes what came out, whatever it is."""
+    """Writes the result, also of a failure."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:

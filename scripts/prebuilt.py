@@ -2,7 +2,7 @@
 
     python scripts/prebuilt.py WHEEL FOLDER [PYTHON ...]
 
-Each PYTHON has torch and what memmgr needs beside it (psutil, numpy); the pager is made for its releases of both. The
+Each PYTHON has torch and memmgr's other dependencies (psutil, numpy); the pager is made for its releases of both. The
 wheel, with these libraries in `memmgr/_prebuilt`, lies in FOLDER afterwards. For any other release it compiles at first use, as a
 wheel without them does. Needs the package `wheel`.
 """

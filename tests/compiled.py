@@ -1,4 +1,6 @@
-"""Compiles what tests load, as they would on their way, where one waits for the other: `python tests/compiled.py`."""
+"""Compiles the libraries that tests load, before the tests, which would wait for one another: `python
+tests/compiled.py`.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ from memmgr.native import build, pager
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is compiled at first use is compiled before the workers start, and before any test has a time-out.
-
-    A shell without job control starts what runs in its background deaf to Ctrl-C, and tests press it.
+    """Compiles libraries of first use before the workers start, and before any test has a time-out. A shell without job
+    control starts background programs with Ctrl-C ignored, and tests send it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,13 +33,15 @@ def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nobody_trains_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests wait for plans, and what another worker runs is no training that should go first."""
+    """Tests wait for plans, and other workers' runs are no training that should go first."""
     monkeypatch.setattr(_threads, "_BEHIND", 0)
 
 
 @pytest.fixture(autouse=True)
 def _stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other files have imported is frozen (`_nothing_stays`), and each budget would look through it again."""
+    """Modules that other files have imported are frozen (`_nothing_stays`), and each budget would look through them
+    again.
+    """
     from memmgr.runtime import pager
 
     monkeypatch.setattr(pager, "_thaw", lambda: None)
@@ -77,25 +78,26 @@ def _held() -> int:
     return sum(sizes.values())
 
 
-_before: tuple[str, int, int] = ("", 0, 0)  # the last file, what was held and how many tests had failed when it began
+_before: tuple[str, int, int] = ("", 0, 0)  # the last file, the bytes held and the number of failed tests when it began
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_stays(request: pytest.FixtureRequest) -> None:
-    """What a file leaves behind, the budgets of later files count, and their floors do not. Seen when the next file begins:
-    until then pytest itself holds the last test's arguments."""
+    """Checks that a file leaves no tensors behind. The budgets of later files would count them, and their floors would
+    not. Seen when the next file begins: until then pytest itself holds the last test's arguments.
+    """
     global _before
     (file, before, failed), held = _before, _held()
     _before = (request.node.nodeid, held, request.session.testsfailed)
     if failed == request.session.testsfailed:  # a failed test's traceback holds its tensors
         assert held - before < 64 << 10, f"{held - before:,} bytes of tensors outlive the tests of {file}"
-    # What is imported by now lives for good. Half a million objects that no collection looks at any more.
+    # Modules imported by now live to the end: half a million objects that no collection has to look at.
     gc.freeze()
 
 
 @pytest.fixture
 def beyond() -> Callable[[str], int]:
-    """(size) -> a budget of that much more than what other tests have left behind."""
+    """(size) -> a budget of that much more than the bytes left behind by other tests."""
     from budget.there import bytes_already_there
 
     from memmgr._sizes import parse_size

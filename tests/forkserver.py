@@ -1,11 +1,11 @@
 """`subprocess.run` and `subprocess.Popen` for Python programs, without the seconds that importing torch takes.
 
-A process that has imported torch, and nothing of memmgr, forks for each program what then becomes it: its arguments, folder,
-environment, standard streams. It ends as every interpreter does, and it is this process's child, as `Popen` makes it. Half of the
-suite's time was the start of interpreters.
+A process that has imported torch, and no module of memmgr, forks a child for each program and gives it the program's
+arguments, folder, environment and standard streams. The child ends as every interpreter does, and it is this process's
+child, as `Popen` makes it. Half of the suite's time was the start of interpreters.
 
-What torch or the C library read when they are loaded cannot be given to it any more. A program that sets such a variable gets an
-interpreter of its own, and so does one with an option that is not known here.
+Variables that torch or the C library read when they are loaded have no effect any more. A program that sets such a
+variable gets an interpreter of its own, and so does one with an option that is not known here.
 
 This module may stand where a module has imported `subprocess`.
 """
@@ -91,7 +91,7 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
 
 
 def _parsed(args: list[str]) -> dict[str, Any] | None:
-    """What the interpreter's options say; None: one is not known here."""
+    """The interpreter's options; None: one is not known here."""
     if args[0] != sys.executable:
         return None
     warnings, safe, rest = [], False, args[1:]
@@ -167,12 +167,13 @@ def run(args: list[str], *, timeout: float | None = None, check: bool = False, *
 
 
 def serve(number: int) -> None:
-    """Forks for each request until the socket closes; in what it forks, this runs the program."""
+    """Forks for each request until the socket closes; in the children, this runs the program."""
     import gc
 
     import numpy  # noqa: F401
 
-    sys.modules["triton"] = None  # type: ignore[assignment]  # its binding reports, at the end, what we keep for the programs
+    # Its binding would report, at the end, objects that we keep for the programs.
+    sys.modules["triton"] = None  # type: ignore[assignment]
     import torch._dynamo  # noqa: F401  which torch's optimizers import on their way
 
     del sys.modules["triton"]
@@ -188,7 +189,7 @@ def serve(number: int) -> None:
         reading, writing = os.pipe()
         waits, goes = os.pipe()
         between = os.fork()
-        if between == 0:  # it ends at once, so that the program is a child of who asked
+        if between == 0:  # it ends at once, so that the program is a child of the requesting process
             child = os.fork()
             if child:
                 os.write(writing, str(child).encode())
@@ -196,7 +197,8 @@ def serve(number: int) -> None:
             for descriptor in (reading, writing, goes):
                 os.close(descriptor)
             server.close()
-            os.read(waits, 1)  # a program that ends with its parent (PR_SET_PDEATHSIG) would end with what is between
+            # a program that ends with its parent (PR_SET_PDEATHSIG) would end with the process in between
+            os.read(waits, 1)
             os.close(waits)
             _become(json.loads(text), streams)
             return

@@ -1,4 +1,4 @@
-"""What the fork server starts is as `subprocess` would have started it."""
+"""A program that the fork server starts is as `subprocess` would have started it."""
 
 from __future__ import annotations
 

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
     ("run", "memmgr.tools.verbs.run", "run a training script under a budget, unmodified"),
-    ("top", "memmgr.tools.verbs.top", "watch running trainings: memory, what left, what it costs, who holds the rest"),
+    (
+        "top",
+        "memmgr.tools.verbs.top",
+        "watch running trainings: resident and evicted memory, its cost, and its holders",
+    ),
     ("report", "memmgr.tools.verbs.report", "one HTML page about a finished run, from its log"),
-    ("doctor", "memmgr.tools.verbs.doctor", "what will and will not work on this machine, and what to do about it"),
+    ("doctor", "memmgr.tools.verbs.doctor", "check which parts work on this machine, with a remedy for the others"),
     ("demo", "memmgr.tools.verbs.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
     ("trace", "memmgr.tools.verbs.trace", "record one pass of a training script, for simulate"),
-    ("simulate", "memmgr.tools.verbs.simulate", "run a policy over a recorded pass: what would a budget cost?"),
-    ("plan", "memmgr.tools.verbs.plan", "what a budget would do to a step on a device, before anything is trained"),
+    ("simulate", "memmgr.tools.verbs.simulate", "run a policy over a recorded pass: the cost of a budget"),
+    ("plan", "memmgr.tools.verbs.plan", "predict the effect of a budget on a step, before any training"),
     ("bench", "memmgr.tools.bench.verb", "systems that save memory, side by side: time, peaks and bits under budgets"),
     (
         "gpu-check",
@@ -35,7 +39,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
 
 
 def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
-    """The command itself, without what its verbs take; `with_verb` False leaves room for them."""
+    """The command itself, without the options of its verbs; `with_verb` False leaves room for them."""
     from argparse import RawDescriptionHelpFormatter
 
     from memmgr.tools.common.usage_error import Parser

@@ -118,8 +118,9 @@ mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t byte
 mm_tier* mm_tier_open_cached(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
                              uint64_t cached_bytes, char* err, size_t err_len) {
   std::string wrong = "out of memory";
-  auto* tier = Guarded<memmgr::FileTier*>(
-      nullptr, [&] { return memmgr::FileTier::Open(folder, capacity_bytes, bytes_per_second, workers, &wrong); });
+  auto* tier = Guarded<memmgr::FileTier*>(nullptr, [&] {
+    return memmgr::FileTier::Open(folder == nullptr ? "" : folder, capacity_bytes, bytes_per_second, workers, &wrong);
+  });
   if (tier == nullptr) {
     Say(wrong, err, err_len);
   } else if (const int error = tier->Cache(cached_bytes); error != 0) {
@@ -166,6 +167,10 @@ mm_slot mm_tier_write(mm_tier* tier, const void* src, uint64_t bytes) {
 
 mm_slot mm_tier_write_now(mm_tier* tier, const void* src, uint64_t bytes) {
   return WriteTo(tier, src, bytes, memmgr::Urgency::kNow);
+}
+
+mm_slot mm_tier_lend(mm_tier* tier, int fd, uint64_t offset, uint64_t bytes) {
+  return Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Lend(fd, offset, bytes); });
 }
 
 int mm_tier_read(mm_tier* tier, mm_slot slot, void* dst) {

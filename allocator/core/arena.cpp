@@ -21,8 +21,8 @@ constexpr uint64_t kGiB = uint64_t{1} << 30;
 constexpr uint64_t kSmallLimit = 8192;
 constexpr int kLargeUnitShift = std::countr_zero(uint64_t{MM_UNIT});
 constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; keeps the sums from overflowing
-// Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
-// it says, or others take all that it frees.
+// Reclaims in a row after which resident bytes were never lower than before: the callback frees no bytes in spite of
+// its result, or other threads take all of them.
 constexpr int kPatience = 1024;
 constexpr uint64_t kChunks = 1024;      // in the budget, before it is known which blocks lack pages
 constexpr uint64_t kMostChunks = 8192;  // in the budget
@@ -41,7 +41,7 @@ struct ReclaimFrame {
   ReclaimFrame* outer;
 };
 thread_local ReclaimFrame* reclaim_frames = nullptr;
-thread_local int own_work = 0;  // above 0: what this thread allocates would not be there without memmgr
+thread_local int own_work = 0;  // above 0: allocations of this thread would not exist without memmgr
 
 bool InReclaimOf(const Arena* arena) {
   for (ReclaimFrame* frame = reclaim_frames; frame != nullptr; frame = frame->outer) {
@@ -50,7 +50,7 @@ bool InReclaimOf(const Arena* arena) {
   return false;
 }
 
-// What is given back here and taken there goes from one to the other.
+// Pages given back in one area move to the other.
 class Moving {
  public:
   Moving(const PageOps& pages, uint64_t chunk_bytes) : pages_(chunk_bytes != 0 ? &pages : nullptr) {
@@ -95,7 +95,7 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
     *wrong = "the address range is too long";
     return nullptr;
   }
-  // Under `ulimit -v` there may be fewer addresses than we like; the budget's length is what cannot be done without.
+  // Under `ulimit -v` there may be fewer addresses than we like; the length of the budget is the least that works.
   for (uint64_t large = areas.large_bytes;; large /= 2) {
     large = RoundUp(std::max(large, least), pages.page_bytes);
     const uint64_t small_bytes = areas.small_bytes != 0 ? areas.small_bytes : std::max(large / 8, kMiB);
@@ -147,7 +147,7 @@ uint64_t Arena::GiveBackNow(uint64_t pages) {
   return given < pages ? given + small_.GiveBack(pages - given) : given;
 }
 
-// The pages are away, nobody's, while the streams are waited for without the lock: frees never wait, and work of a
+// The pages have no owner while the streams are waited for without the lock: frees never wait, and work of a
 // stream that is waited for may itself end in a free.
 uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
   if (!waits()) return GiveBackNow(pages);
@@ -186,14 +186,14 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
   return given;
 }
 
-// I2: what has to be given back before `extra_pages` are committed.
+// I2: pages that have to be given back before `extra_pages` are committed.
 uint64_t Arena::ExcessPages(uint64_t extra_pages) const {
   const uint64_t bytes = (committed_pages() + extra_pages) * pages_.page_bytes + stats_.outside_bytes;
   if (bytes <= budget() || (spare_pages() == 0 && away_pages() == 0)) return 0;
   return (bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes;
 }
 
-// Whenever something changed that the budget has to do with, and nobody may wait.
+// After every change that concerns the budget, where no wait is allowed.
 void Arena::ObeyBudget() {
   if (pages_.give_back != GiveBack::kAtOnce) return;
   const uint64_t excess = ExcessPages(0);
@@ -277,13 +277,14 @@ void Arena::Promise(int64_t delta) {
 
 void Arena::NoteVirtual(int64_t delta) {
   std::lock_guard hold(lock_);
-  virtual_bytes_ += delta;  // no peak: what leaves is noted before its block is free, what comes back after it is taken
+  virtual_bytes_ += delta;  // no peak: an eviction is noted before its block is free, a restore after its block is
+                            // taken
 }
 
 // ---- allocate --------------------------------------------------------------------------------------------------
 
-// Without remap a run below the limit always has its bytes: what large blocks may fill is what is neither outside nor
-// in small blocks.
+// Without remap a run below the limit always has its bytes: large blocks may fill the budget without outside bytes and
+// small blocks.
 uint64_t Arena::Limit() const {
   if (budget() == MM_UNLIMITED) return large_.bytes();
   const uint64_t used = stats_.outside_bytes + (held_bytes_ - large_held_bytes_);
@@ -311,8 +312,8 @@ inline Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit
 inline Block* Arena::Place(Heap* heap, Request* request) {
   const bool large = heap == &large_;
   const End end = large && apart_ ? request->end : End::kLow;
-  // The upper end of the range is no place for anybody: the high side ends at the limit, and what finds no room below
-  // it goes where everything goes.
+  // The upper end of the range is no place for blocks: the high side ends at the limit. A block that finds no room
+  // below it is placed as any other.
   const uint64_t limit = large && (!request->remap || end == End::kHigh) ? Limit() : heap->bytes();
   Spot spot = Find(*heap, *request, limit, end);
   if (spot.run == nullptr && large && request->remap && limit < heap->bytes())
@@ -339,8 +340,8 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
     return nullptr;
   }
   if (!heap->Back(block)) {
-    // Others have the memory, whatever the budget says: ours has to come from what we can give back elsewhere, or from
-    // what reclaim frees.
+    // Other processes have the memory, although the budget allows it: ours has to come from pages given back elsewhere,
+    // or from reclaim.
     request->room = block->holes;
     heap->Free(block);
     return nullptr;
@@ -367,7 +368,7 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   return base_ + offset;
 }
 
-// From what the pool has already: it is held, so the budget has nothing to say.
+// From the pool's own memory: it is held already, so the budget does not matter.
 void* Arena::TryPool(Request* request) {
   for (Heap* heap : {&small_, &large_}) {
     if (heap == &small_ && request->requested_bytes > kSmallLimit) continue;
@@ -378,7 +379,8 @@ void* Arena::TryPool(Request* request) {
   return nullptr;
 }
 
-// Hands out a block if the budget and the addresses allow it; otherwise says in request->need and room what is missing.
+// Hands out a block if the budget and the addresses allow it; otherwise sets request->need and room to the missing
+// bytes and pages.
 void* Arena::Try(Request* request) {
   if (request->order != nullptr && request->order->pool != 0) {
     if (void* p = TryPool(request)) return p;
@@ -413,8 +415,8 @@ inline void* Arena::MakeRoomAndTry(Hold* hold, Request* request) {
   return p != nullptr || request->room == 0 || at_once ? p : MakeRoom(hold, request);
 }
 
-// Tries as long as giving pages back elsewhere helps. When it does not, the missing pages are missing bytes: that is
-// what reclaim is told.
+// Tries as long as giving pages back elsewhere helps. When it does not, the missing pages are missing bytes: reclaim
+// gets that number.
 void* Arena::MakeRoom(Hold* hold, Request* request) {
   bool helped = true;
   for (int round = 0;; ++round) {
@@ -429,7 +431,7 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
       LetGo();
       return nullptr;
     }
-    // Even after "nothing": somebody else may have given back what this needs meanwhile.
+    // Even after "nothing": another thread may have given back the pages that this needs.
     const uint64_t given = GiveBackSettled(hold, request->room);
     if (waits()) stats_.remapped_bytes += given * pages_.page_bytes;
     helped = given > 0;
@@ -460,11 +462,11 @@ void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder*
   return MakeRoomAndTry(&hold, &request);
 }
 
-// Alternates between the callback, without the lock, and another try. Another thread may take what was freed, so the
-// number of rounds has no natural bound; it ends when nothing was released or nothing is gained.
+// Alternates between the callback, without the lock, and another try. Another thread may take the freed bytes, so
+// the number of rounds has no natural bound; it ends when a round releases or gains no bytes.
 //
-// Contiguity: `need` is 0 and the callback frees what it thinks best. mm_arena_choose tells it: by the window, the
-// cheapest run of blocks that makes `request.bytes`.
+// Contiguity: `need` is 0 and the callback chooses the blocks. mm_arena_choose finds the cheapest run of blocks that
+// makes `request.bytes` (window.h).
 void* Arena::Reclaim(Hold* hold, Request* request) {
   if (reclaim_ != nullptr && request->bytes <= budget() && !InReclaimOf(this)) {
     void* p = Episode(hold, request);
@@ -658,7 +660,7 @@ void Arena::BeginSettling() {
   for (Heap* heap : {&large_, &small_}) {
     heap->ForEach([&](Block* block) {
       const StreamMask mask = before.Mask(block->touched);
-      // A live block stays in use, and who replays a graph in whose pool it lies does not tell us.
+      // A live block stays in use. We are not told when a graph is replayed in whose pool the block lies.
       block->touched = block->live || block->pool != 0 ? sets_.Of(mask) : sets_.Fenced(mask);
     });
   }

@@ -1,16 +1,16 @@
 // Arena: one address range, one budget. It decides whether a request may have its bytes, and where.
 //
 // Words:
-//   resident     live + outside bytes: what the budget limits
+//   resident     live + outside bytes: the budget limits their sum
 //   shortage     the bytes by which a request would pass the budget
 //   contiguity   a request that has its bytes but no run of addresses that is long enough
 //   remap        taking addresses further up, and giving back as many spare pages elsewhere: the cure for contiguity
 //                while the range lasts
-//   limit        the length of addresses that large blocks may lie in without remap: the budget without what is outside
-//                and in small blocks, so that a run below the limit always has its bytes
-//   episode      one request that has to reclaim, whatever number of calls it takes
+//   limit        the length of addresses that large blocks may lie in without remap: the budget without outside bytes
+//                and small blocks, so that a run below the limit always has its bytes
+//   episode      one request that has to reclaim, with any number of calls
 //   room         spare pages that must be given back before a block can have its own
-//   held         bytes of live blocks and of what pools keep for themselves
+//   held         bytes of live blocks and of the pools' own memory
 // The range is much longer than the budget, [0, large area) followed by [small area): addresses cost nothing. Best fit
 // with the untouched end last keeps blocks low in the range; only fragmentation sends them further up.
 //
@@ -43,12 +43,12 @@ struct StreamOrder {
   uint8_t pool = 0;
   bool at_once = false;                 // do nothing that may wait or call back: give nothing back, do not reclaim
   StreamMask allowed = ~StreamMask{0};  // memory that other streams touched is not wanted
-  StreamMask touched = 0;               // out: who has to be waited for, the stream itself included
-  StreamTimes times{};                  // out: and for what of their work
+  StreamMask touched = 0;               // out: the streams to wait for, the stream itself included
+  StreamTimes times{};                  // out: the time of their last work to wait for
   uint64_t frees = 0;                   // out: of the arena, up to then
 };
 
-// The lengths of the two areas. `least_large`: what will do for the large one where addresses are few.
+// The lengths of the two areas. `least_large`: the length of the large one that suffices where addresses are few.
 struct Areas {
   uint64_t large_bytes;
   uint64_t least_large_bytes;
@@ -77,12 +77,12 @@ class Arena final : private ForkAware {
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order = nullptr);
   // Its bytes. `now`: the device's clock, where there are streams.
   uint64_t Free(void* p, uint64_t now = 0);
-  // The stream that asked has waited for what p is touched by. So it has for the runs beside p, where nothing is newer:
-  // a later wait for this stream covers their streams too. `now`: the clock after that wait.
+  // The requesting stream has waited for the streams that touched p. The same holds for the runs beside p that are not
+  // touched later: a later wait for this stream covers their streams too. `now`: the clock after that wait.
   void Waited(const void* p, const StreamOrder& order, uint64_t now);
-  // The stream that asked has not waited: p is in use by whoever touched it before, and nobody else has used it yet.
+  // The requesting stream has not waited: p is in use by the streams that touched it before, and has no other use yet.
   void Inherit(const void* p, const StreamOrder& order);
-  // As if p had never been handed out: `order` is what Alloc said.
+  // As if p had never been handed out. `order`: as set by Alloc.
   void Return(void* p, const StreamOrder& order);
 
   // All of these for live blocks.
@@ -96,14 +96,14 @@ class Arena final : private ForkAware {
   // All work that was queued on the block is behind the work of `by`.
   void Settled(const void* p, StreamMask by);
   int64_t Home(const void* p);  // the number of its stream; -1: no block begins at p
-  // Between the two the CPU waits for every stream: what runs were touched by before the first is done at the second.
-  // One such pair at a time.
+  // Between the two the CPU waits for every stream: touches of runs from before the first call have ended at the
+  // second. One such pair at a time.
   void BeginSettling();
   void EndSettling();
 
   bool ReservePool(uint8_t pool);
   uint64_t PoolBlocks(uint8_t pool);  // live ones
-  // What the pool keeps is everybody's again, touched by `also` too.
+  // The pool's memory is for all streams again, touched by `also` too.
   void EndPool(uint8_t pool, StreamMask also);
   uint64_t BlockBytes(const void* p, uint64_t* requested_bytes = nullptr);
   const void* Base() const { return base_; }
@@ -122,7 +122,7 @@ class Arena final : private ForkAware {
   void ResetPeak();
   uint64_t TakeMark(uint64_t* peak_bytes);
   void ResetCounts();
-  // By how much what is resident and promised, with these, is over the budget.
+  // Bytes by which resident and promised bytes, with these, exceed the budget.
   uint64_t Shortage(uint64_t bytes) const;
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
@@ -177,7 +177,7 @@ class Arena final : private ForkAware {
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);
   void ChooseChunk();
-  // Pages that were given back for a request and not used for it are nobody's.
+  // Pages that were given back for a request and not used for it have no owner.
   void LetGo() {
     if (waits()) pages_.let_go(pages_.user);
   }
@@ -189,14 +189,14 @@ class Arena final : private ForkAware {
   }
   void VerifyNow(const char* event) const;
 
-  std::unique_ptr<HostPages> host_;  // nullptr: the pages are somebody else's
+  std::unique_ptr<HostPages> host_;  // nullptr: the pages have another owner
   const PageOps& pages_;
   char* const base_;
   const uint64_t range_bytes_;
   const bool debug_;
   std::atomic<bool> forked_{false};
 
-  Lock room_lock_;  // taken before lock_, and kept while pages are away: who also needs room waits for them
+  Lock room_lock_;  // taken before lock_, and kept while pages move: a thread that also needs room waits for them
   Lock lock_;       // everything below
   TouchedSets sets_;
   Heap large_;

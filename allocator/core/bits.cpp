@@ -28,7 +28,7 @@ void UnpackEight(uint8_t byte, T zero, T one, T* to) {
 }
 
 #if defined(__SSE2__)
-// Masks of floats are what there is most of.
+// Masks of floats are the most frequent ones.
 template <>
 bool PackEight<uint32_t>(const uint32_t* from, uint32_t zero, uint32_t one, uint8_t* byte) {
   const __m128i z = _mm_set1_epi32(static_cast<int>(zero)), o = _mm_set1_epi32(static_cast<int>(one));

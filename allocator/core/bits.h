@@ -1,7 +1,7 @@
 // Bytes whose elements take two values only, as one bit each: dropout masks, comparisons. Exact, or refused.
 //
-// Source: Gist's Binarize (Jain et al., ISCA 2018), which knows by the layer that one bit will do. Here the bytes are
-// looked at, so any two values are as good, and nothing has to be known about who made them.
+// Source: Gist's Binarize (Jain et al., ISCA 2018), which derives from the layer that one bit will do. Here the bytes
+// are examined, so any two values work, and the op that made them does not matter.
 #pragma once
 #include <cstdint>
 

@@ -116,7 +116,7 @@ void RunIndex::Insert(Block* run) {
   while (*link != nullptr && (*link)->priority >= run->priority) {
     link = FitsTighter(*link, run) ? &(*link)->right : &(*link)->left;
   }
-  // What was here becomes the children of the new node: split it by the key.
+  // The old subtree becomes a child of the new node: split it by the key.
   Block* below = *link;
   *link = run;
   Block** smaller = &run->left;

@@ -20,8 +20,8 @@
 
 namespace memmgr {
 
-// What is known about the whole pages of a run. Each kind has its own index, because a request prefers memory that it
-// need not commit, and because giving pages back must find runs that have some without searching.
+// State of the whole pages of a run. Each kind has its own index, because a request prefers memory that it need not
+// commit, and because giving pages back must find runs that have some without searching.
 enum class RunKind : uint8_t {
   kFragment,   // contains no whole page: it is committed by its neighbours and cannot be given back
   kCommitted,  // every whole page is committed
@@ -30,7 +30,7 @@ enum class RunKind : uint8_t {
 };
 inline constexpr int kRunKinds = 4;
 
-inline constexpr uint8_t kAway = 255;  // the pool of what is away
+inline constexpr uint8_t kAway = 255;  // the pool of runs whose pages are being given back
 
 struct alignas(64) Block {
   uint64_t offset = 0;
@@ -46,7 +46,7 @@ struct alignas(64) Block {
     Block* right = nullptr;
     double last_access;
   };
-  float cost = 0;         // live: what making it free costs, before staleness; negative: pinned
+  float cost = 0;         // live: the cost of making it free, before staleness; negative: pinned
   uint32_t holes = 0;     // pages of this run that are not committed; 0 in a live block that was handed out
   TouchedId touched = 0;  // the streams that this memory is in use by, as far as we know; 0 where there are no streams
   union {

@@ -9,11 +9,11 @@ namespace {
 constexpr uint64_t kNotes = 512;  // between two choices
 constexpr uint64_t kFirst = 64;   // before the first one, and as many again before the next
 constexpr uint64_t kParts = 16;   // of a block, at most, that a length is tried for
-constexpr double kBetter = 0.9;   // of what the length in use costs
+constexpr double kBetter = 0.9;   // of the cost of the length in use
 constexpr double kMove = 17;      // us, beside a thread that works, up to 1 MiB
 constexpr double kPage = 2;  // us, to give one to the system and to fetch another: 2.6, and an op's threads share it
 constexpr double kRemainder = 20;  // us, the calls that a block's end takes
-constexpr double kLost = 1.5;      // chunks a block that come from the system, since what is free is no whole chunk
+constexpr double kLost = 1.5;      // chunks a block that come from the system, since the free bytes are no whole chunk
 
 }  // namespace
 
@@ -31,7 +31,7 @@ bool ChunkChoice::Note(uint64_t pages, uint64_t missing) {
   place->blocks += static_cast<double>(missing) / static_cast<double>(pages);
   ++noted_;
   if (noted_ < kNotes ? noted_ < kFirst || !std::has_single_bit(noted_) : noted_ % kNotes != 0) return false;
-  for (Size& size : sizes_) size.blocks /= 2;  // what was long ago counts less
+  for (Size& size : sizes_) size.blocks /= 2;  // older blocks count less
   return true;
 }
 

@@ -1,8 +1,8 @@
 // How long the pieces are in which the memory of pages is moved, chosen by the blocks that lacked pages.
 //
-// A short chunk is moved often. What a long one leaves of a block, from the last whole chunk to its end, comes from the
-// system, cleared page by page. Best are lengths that many blocks are multiples of: nine tenths of what a GPT asks
-// for is 3, 8 and 12 times 192 KiB, and with 64 KiB every block takes three times the moves.
+// A short chunk is moved often. With a long one, the rest of a block after its last whole chunk comes from the system,
+// cleared page by page. Best are lengths that many blocks are multiples of: nine tenths of a GPT's requests are 3, 8
+// and 12 times 192 KiB, and with 64 KiB every block takes three times the moves.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ class ChunkChoice {
   // A block of so many pages, of which `missing` had to be found. True: it is time to choose again.
   bool Note(uint64_t pages, uint64_t missing);
   // The length in pages, from least to most, at which these blocks take the least time. It is `now` unless another is
-  // better by a tenth: while what lies in pieces of the old length is given to the system, it is fetched anew.
+  // better by a tenth: free pieces of the old length go to the system, and their pages are fetched anew.
   uint64_t Best(uint64_t now, uint64_t least, uint64_t most) const;
 
  private:

@@ -1,4 +1,4 @@
-// Long: one class, whose streams, blocks, copies and pools share its masks and locks.
+// Device: its life, streams, blocks, copies and pools. device_marks.cpp has its waits for work.
 #include "device.h"
 
 #include <errno.h>
@@ -19,13 +19,7 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 // CUDA promises 256 bytes for any address that it hands out, torch's own allocator 512: cuBLAS looks at the alignment
 // when it chooses a kernel, and a workspace that is not at 256 is an error.
 constexpr int kBlockShift = 9;
-constexpr size_t kAskedMarks = 8;    // pending ones of a stream, from which on its oldest is asked
 constexpr size_t kSpareEvents = 32;  // for reuse
-constexpr size_t kMostMarks = 1024;  // of these every second one is given up: a later one does as well
-
-// See device.h: it says the number of the newest mark.
-std::atomic<uint64_t> the_clock{1};
-thread_local bool deferring = false;
 
 uint64_t NextSerial() {
   static std::atomic<uint64_t> serial{0};
@@ -81,7 +75,7 @@ bool Device::OpenArena(uint64_t budget_bytes, int memory, std::string* wrong) {
   Areas areas{.small_unit_shift = kBlockShift};
   if (memory == MM_MEMORY_PLAIN) {
     uint64_t length = budget_bytes;
-    if (budget_bytes == MM_UNLIMITED) {  // what else may be wanted: contexts, libraries, fragmentation of the driver's
+    if (budget_bytes == MM_UNLIMITED) {  // room for other uses: contexts, libraries, fragmentation of the driver's
       const uint64_t margin = std::max(256 * kMiB, free_bytes / uint64_t{16});
       length = free_bytes - std::min<uint64_t>(margin, free_bytes / 2);
     }
@@ -223,7 +217,7 @@ void Device::ReturnEvent(CUevent event) {
     std::lock_guard hold(events_lock_);
     if (events_.size() < kSpareEvents) return events_.push_back(event);
   }
-  driver_.EventDestroy(event);  // once what waits for it has: the driver sees to that
+  driver_.EventDestroy(event);  // the driver destroys it after the streams that wait for it
 }
 
 // The caller has the context.
@@ -247,7 +241,7 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
     if (error == CUDA_SUCCESS) return 0;  // nothing is queued
   }
   if (error == CUDA_ERROR_NOT_READY) {
-    // The wait is for what the event holds at that moment: it can be used again at once.
+    // The wait is for the event's present state: the event can be used again at once.
     CUevent event = TakeEvent();
     if (event != nullptr) {
       error = driver_.EventRecord(event, other);
@@ -259,221 +253,12 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
       return 0;
     }
   }
-  // Destroyed by its owner, or of another device. What it had queued may still run.
+  // Destroyed by its owner, or of another device. Its queued work may still run.
   Noted(error);
   if (driver_.StreamSynchronize(other) == CUDA_SUCCESS) {
     ++synchronizations_;
     return 0;
   }
-  return SynchronizeContext();
-}
-
-// ---- marks -----------------------------------------------------------------------------------------------------
-
-const std::atomic<uint64_t>& Device::Clock() { return the_clock; }
-
-bool Device::Defer(bool on) { return std::exchange(deferring, on); }
-
-// A stream that shares its bit is taken for one of the program's, as are those that cannot be numbered.
-size_t Device::KindOf(CUstream stream) {
-  const int number = Number(stream);
-  if (number < 0 || number >= kSharedBit) return 0;
-  std::lock_guard hold(streams_lock_);
-  for (size_t kind = 1; kind < kStreamKinds; ++kind)
-    if ((of_kind_[kind] & Bit(number)) != 0) return kind;
-  return 0;
-}
-
-// Under marks_lock_.
-Device::Marks* Device::MarksOf(int number) {
-  while (marks_.size() <= static_cast<size_t>(number)) marks_.emplace_back();
-  return &marks_[static_cast<size_t>(number)];
-}
-
-// Under marks_lock_. Those of copies are ended by their tier.
-void Device::ForgetPassedMarks(Marks* marks) {
-  if (marks->copies || marks->pending.size() < kAskedMarks) return;
-  while (!marks->pending.empty() && driver_.EventQuery(marks->pending.front().event) == CUDA_SUCCESS) {
-    marks->passed = marks->pending.front().number;
-    ReturnEvent(marks->pending.front().event);
-    marks->pending.pop_front();
-  }
-  if (marks->pending.size() < kMostMarks) return;
-  std::deque<Marks::One> rest;
-  for (size_t i = 0; i < marks->pending.size(); ++i) {
-    if (i % 2 == 0)
-      ReturnEvent(marks->pending[i].event);
-    else
-      rest.push_back(marks->pending[i]);
-  }
-  marks->pending = std::move(rest);
-}
-
-void Device::MarkTail(CUstream stream) {
-  if (forked()) return;
-  const int number = Number(stream);
-  const auto context = EnsureContext();
-  if (number < 0 || context.error() != CUDA_SUCCESS) return;
-  const RelaxedCapture relaxed(driver_);
-  CUresult error;
-  if (Capturing(stream, &error) || error != CUDA_SUCCESS) return;
-  std::lock_guard hold(marks_lock_);
-  Marks* marks = MarksOf(number);
-  ForgetPassedMarks(marks);
-  CUevent event = TakeEvent();
-  if (event == nullptr) return;
-  // Before the event is recorded: what another thread queues while the clock still says less is in front of it.
-  const uint64_t mark = the_clock.fetch_add(1) + 1;
-  if (Noted(driver_.EventRecord(event, stream)) == CUDA_SUCCESS)
-    marks->pending.push_back({mark, event});
-  else
-    ReturnEvent(event);
-}
-
-// The stream is one tier's, which queues under its own lock: nothing comes in between.
-uint64_t Device::MarkCopy(CUstream stream, CUevent event) {
-  const int number = Number(stream);
-  std::lock_guard hold(marks_lock_);
-  const uint64_t mark = the_clock.fetch_add(1) + 1;
-  if (number < 0) return mark;
-  try {
-    Marks* marks = MarksOf(number);
-    marks->copies = true;
-    marks->pending.push_back({mark, event});
-  } catch (const std::bad_alloc&) {  // the stream's tail is waited for instead
-  }
-  return mark;
-}
-
-void Device::MarkEnded(CUstream stream, uint64_t mark) {
-  const int number = Number(stream);
-  if (number < 0) return;
-  std::lock_guard hold(marks_lock_);
-  Marks* marks = MarksOf(number);
-  while (!marks->pending.empty() && marks->pending.front().number <= mark) marks->pending.pop_front();
-  marks->passed = std::max(marks->passed, mark);
-}
-
-// Puts the first mark above `time` in front of what the waiter does next.
-Device::Mark Device::WaitForMark(CUstream waiter, int number, uint64_t time) {
-  if (time == kTail) return Mark::kNone;
-  std::lock_guard hold(marks_lock_);
-  Marks* marks = MarksOf(number);
-  ForgetPassedMarks(marks);
-  if (marks->passed > time) return Mark::kPassed;
-  const auto mark = std::upper_bound(marks->pending.begin(), marks->pending.end(), time,
-                                     [](uint64_t t, const Marks::One& one) { return t < one.number; });
-  if (mark == marks->pending.end()) return Mark::kNone;
-  return driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS ? Mark::kQueued : Mark::kNone;
-}
-
-// All work of `other` that was queued when the clock said `time`.
-int Device::WaitUntil(CUstream waiter, CUstream other, uint64_t time) {
-  const int number = Number(other);
-  const auto context = EnsureContext();
-  if (number >= 0 && context.error() == CUDA_SUCCESS) {
-    const RelaxedCapture relaxed(driver_);
-    switch (WaitForMark(waiter, number, time)) {
-      case Mark::kQueued:
-        ++waits_;
-        return 0;
-      case Mark::kPassed:
-        return 0;
-      case Mark::kNone:
-        break;
-    }
-  }
-  return WaitForTail(waiter, other);
-}
-
-// The streams that could not be waited for, as their bits.
-StreamMask Device::WaitFor(CUstream waiter, StreamMask touched, const StreamTimes& times) {
-  try {
-    if ((touched & kAnything) != 0) return Synchronize() == 0 ? 0 : touched;
-    StreamMask failed = 0;
-    for (CUstream other : StreamsOf(touched, waiter))
-      if (WaitUntil(waiter, other, times.at[KindOf(other)]) != 0) failed |= Bit(Number(other));
-    return failed;
-  } catch (const std::bad_alloc&) {
-    return touched;
-  }
-}
-
-int Device::WaitForTouched(CUstream waiter, const void* block) {
-  StreamMask touched = 0;
-  StreamTimes times;
-  const bool lent = IfLent(block, [&](Lent& found) {
-    touched = found.touched;
-    times = found.times;
-    found.times.at[0] = kTail;
-  });
-  if (!lent) touched = arena_->TakeTouched(block, &times);
-  return WaitFor(waiter, touched, times) == 0 ? 0 : -EBUSY;
-}
-
-void Device::NoteUse(const void* block, uint64_t time) {
-  if (!IfLent(block, [&](Lent& lent) { lent.times.at[0] = time; })) arena_->NoteUse(block, time);
-}
-
-void Device::Settled(const void* block) {
-  const auto bit_of = [&](CUstream home) {
-    const int number = Number(home);
-    return number < 0 ? kAnything : Bit(number);
-  };
-  if (IfLent(block, [&](Lent& lent) { lent.touched = bit_of(lent.home); })) return;
-  const int64_t home = arena_->Home(block);
-  if (home >= 0) arena_->Settled(block, Bit(static_cast<int>(home)));
-}
-
-int Device::Synchronize() {
-  if (forked()) return -ECANCELED;
-  std::lock_guard hold(settling_);
-  const auto context = EnsureContext();
-  if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
-  arena_->BeginSettling();
-  const int error = Order<"synchronize.all">([&] { return SynchronizeContext(); });
-  if (error == 0) arena_->EndSettling();
-  return error;
-}
-
-int Device::Settle(StreamMask touched, const StreamTimes& times) {
-  try {
-    return Order<"trim.touched">([&] { return SynchronizeAll(touched, times); });
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
-}
-
-// For marks a stream of ours waits, and the CPU for that one: a mark's event may be used again meanwhile.
-int Device::SynchronizeAll(StreamMask touched, const StreamTimes& times) {
-  if ((touched & kAnything) != 0) return Synchronize();
-  const auto context = EnsureContext();
-  if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
-  const RelaxedCapture relaxed(driver_);
-  CUstream settler = settler_stream_.load();
-  if (settler == nullptr && times.at != StreamTimes{{kTail, kTail, kTail}}.at) {
-    CUresult error;
-    settler = MakeStream(&error);  // without one whole streams are waited for
-    settler_stream_.store(settler);
-  }
-  bool by_marks = false;
-  for (CUstream stream : StreamsOf(touched, reinterpret_cast<CUstream>(-1))) {
-    CUresult error = CUDA_SUCCESS;
-    const int number = Number(stream);
-    if (number >= 0 && settler != nullptr) {
-      const Mark found = WaitForMark(settler, number, times.at[KindOf(stream)]);
-      by_marks |= found == Mark::kQueued;
-      if (found != Mark::kNone) continue;
-    }
-    if (Capturing(stream, &error)) return -EBUSY;
-    ++synchronizations_;
-    if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);
-    if (Noted(error) == CUDA_SUCCESS) continue;
-    if (const int failed = SynchronizeContext(); failed != 0) return failed;
-  }
-  if (!by_marks || driver_.StreamQuery(settler) == CUDA_SUCCESS) return 0;
-  ++synchronizations_;
-  if (Noted(driver_.StreamSynchronize(settler)) == CUDA_SUCCESS) return 0;
   return SynchronizeContext();
 }
 
@@ -494,9 +279,9 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
                     .home = static_cast<uint16_t>(number),
                     .pool = active_pool_.load(std::memory_order_relaxed),
                     .at_once = true};
-  const bool deferred = std::exchange(deferring, false);  // what is allocated on the way to it is not
+  const bool deferred = Defer(false);  // allocations on the way to it are not deferred
   const auto again = [&](void* placed) {
-    deferring = deferred;
+    Defer(deferred);
     return placed;
   };
   void* p = Place(request, &order);
@@ -517,7 +302,7 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
           captured ? foreign : Order<"reuse.touched">([&] { return WaitFor(stream, foreign, order.times); });
       if (failed == 0) {
         ++cross_reuses_;
-        arena_->Waited(p, order, the_clock.load());
+        arena_->Waited(p, order, Clock().load());
         return again(p);
       }
       arena_->Return(p, order);
@@ -536,7 +321,7 @@ void* Device::TryAlloc(uint64_t bytes, uint64_t keep_free, CUstream stream) {
 }
 
 void Device::Free(void* p) {
-  arena_->Free(p, Order<"freed.time">([] { return the_clock.load(); }));
+  arena_->Free(p, Order<"freed.time">([] { return Clock().load(); }));
   if (unused_pools_.load(std::memory_order_relaxed) > 0) EndUnusedPools();
 }
 
@@ -544,7 +329,7 @@ void Device::Touch(const void* block, CUstream by) {
   const int number = Number(by);
   const StreamMask bit = number < 0 ? kAnything : Bit(number);
   const size_t kind = KindOf(by);
-  const uint64_t now = Order<"used.time">([] { return the_clock.load(); });
+  const uint64_t now = Order<"used.time">([] { return Clock().load(); });
   Order<"used.touched">([&] {
     const bool lent = IfLent(block, [&](Lent& found) {
       found.touched |= bit;
@@ -649,7 +434,7 @@ int Device::ReleasePool(uint64_t a, uint64_t b) {
   return 0;
 }
 
-// Who replayed the graphs, and on which stream, nobody told us: the memory counts as touched by anything.
+// We are not told when a graph is replayed, and on which stream: the memory counts as touched by all streams.
 void Device::EndUnusedPools() {
   std::lock_guard hold(pools_lock_);
   std::erase_if(pools_, [&](const Pool& pool) {

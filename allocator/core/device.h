@@ -5,17 +5,17 @@
 //
 // A mark is an event in a stream with a number. Numbers come from one clock for the whole process, which goes on by one
 // at each mark. Work that was queued on a stream while the clock said t is over when any mark of that stream with a
-// number above t has passed. A block carries such a time for each kind of stream that touched it, so that who needs its
-// memory waits for the first mark above that time, and not for the stream's tail. Copies leave a mark each, since
-// their end has an event anyway; the program's streams get one from mm_device_mark every few ops. Where a stream has
-// no such mark yet its tail is waited for: longer than needed, never shorter.
+// number above t has passed. A block carries such a time for each kind of stream that touched it, so that the next
+// owner of its memory waits for the first mark above that time, and not for the stream's tail. Copies leave a mark
+// each, since their end has an event anyway; the program's streams get one from mm_device_mark every few ops. Where a
+// stream has no such mark yet its tail is waited for: longer than needed, never shorter.
 //
 // Locks, in the order in which they may be taken: the arena's for room, settling_, the arena's; streams_lock_,
 // events_lock_, pools_lock_, lent_lock_ and that of the pages are leaves. marks_lock_ is taken before streams_lock_ and
 // events_lock_ and after all others. No driver call is made under the arena's lock
-// but those that map pages: they do not wait for streams. Whoever waits for a stream holds at most the lock for room
-// and settling_, which frees and host functions never take; but a host function must not call memmgr (CUDA forbids host
-// functions to call the driver, and an allocation may).
+// but those that map pages: they do not wait for streams. A thread that waits for a stream holds at most the lock for
+// room and settling_, which frees and host functions never take; but a host function must not call memmgr (CUDA forbids
+// host functions to call the driver, and an allocation may).
 #pragma once
 
 #include <array>
@@ -66,15 +66,15 @@ class Device final : private ForkAware, private Settler {
   // not used for anything else.
   uint64_t MarkCopy(CUstream stream, CUevent event);
   void MarkEnded(CUstream stream, uint64_t number);  // it has passed, and so have those before it
-  // Blocks that the calling thread allocates do not make their stream wait: who waits for the block waits for its
-  // former users, too. Only for what a copy on another stream fills before its home uses it.
+  // Blocks that the calling thread allocates do not make their stream wait: a user that waits for the block waits for
+  // its former users, too. Only for blocks that a copy on another stream fills before their home uses them.
   static bool Defer(bool on);
   static const std::atomic<uint64_t>& Clock();  // mm_device_clock
-  // All that was queued on the live block is behind what `by` does next, or its home waits for.
+  // All work that was queued on the live block comes before the next work of `by`, or its home waits for it.
   void Settled(const void* block);
   // The work that `by`, a stream of MakeStream, had queued before its mark `mark` is over, or the home of the live
-  // block waits for it already. Only work that `by` queued later may touch the block. The memory may be more than it
-  // was when that was queued: a block inherits what runs beside each other were touched by.
+  // block waits for it already. Only work that `by` queued later may touch the block. The memory may be larger than it
+  // was when that was queued: a block inherits the touches of all runs that it was merged from.
   void Untouch(const void* block, CUstream by, uint64_t mark);
   CUstream Home(const void* block);
   int IsCapturing(CUstream stream);  // -1: the driver does not say
@@ -84,9 +84,9 @@ class Device final : private ForkAware, private Settler {
   // A stream of ours, closed with the device. NULL with the driver's error in *error.
   CUstream MakeStream(CUresult* error);
   void GiveStream(CUstream stream);  // for the next MakeStream: blocks may count as touched by it for long
-  // All later work of `waiter` comes after what is queued now on the streams that touched the live block, or on
-  // `other`. 0 or -errno; -EBUSY when one of them is being captured and cannot be waited for. When a stream cannot be
-  // recorded (its owner destroyed it) the CPU waits instead.
+  // All later work of `waiter` comes after the work queued now on the streams that touched the live block, or
+  // on `other`. 0 or -errno; -EBUSY when one of them is being captured and cannot be waited for. When a stream cannot
+  // be recorded (its owner destroyed it) the CPU waits instead.
   int WaitForTouched(CUstream waiter, const void* block);
   int WaitForTail(CUstream waiter, CUstream other);
 
@@ -126,7 +126,7 @@ class Device final : private ForkAware, private Settler {
 
   int Number(CUstream stream);  // -1: too many
   static StreamMask Bit(int number) { return StreamMask{1} << std::min(number, kSharedBit); }
-  // What of a set has to be waited for by a stream. Those that share a bit wait for one another.
+  // The streams of a set that a stream has to wait for. Streams that share a bit wait for one another.
   static StreamMask Foreign(StreamMask touched, int number) {
     return number < kSharedBit ? touched & ~Bit(number) : touched;
   }
@@ -197,7 +197,7 @@ class Device final : private ForkAware, private Settler {
     StreamMask touched;
     StreamTimes times;
   };
-  // Of the block at this address, if it is one that was lent: what `f` makes of it.
+  // Calls `f` with the lent block at this address, if there is one.
   template <typename F>
   bool IfLent(const void* block, F f);
 

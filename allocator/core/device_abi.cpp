@@ -12,7 +12,7 @@ using memmgr::Guarded;
 
 memmgr::Device* Of(mm_device* device) { return reinterpret_cast<memmgr::Device*>(device); }
 
-// A forked child makes no call of the driver, and what was pending at the fork stays so.
+// A forked child makes no call of the driver; work that was pending at the fork stays pending.
 template <typename Call>
 int OnKernels(mm_device* device, Call call) {
   if (Of(device)->forked()) return -ECANCELED;

@@ -22,7 +22,7 @@ struct mm_sum {
   CUevent event = nullptr;  // behind the copy of the word; null: `value` is set
   uint64_t value = 0;
   bool awaited = false;  // a thread waits for the event, and will read the word
-  bool dropped = false;  // nobody will ask for it
+  bool dropped = false;  // its result will not be read
 };
 
 namespace memmgr {
@@ -30,7 +30,7 @@ namespace memmgr {
 class DeviceKernels {
  public:
   DeviceKernels(const mm_driver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {}
-  ~DeviceKernels();  // the device is idle; what is pending ends with it
+  ~DeviceKernels();  // the device is idle; pending results end with it
   DeviceKernels(const DeviceKernels&) = delete;
   DeviceKernels& operator=(const DeviceKernels&) = delete;
 
@@ -45,7 +45,7 @@ class DeviceKernels {
   int BeginSum(const void* p, uint64_t bytes, CUstream stream, mm_sum** out);
   int EndSum(mm_sum* sum, uint64_t* value);
   void DropSum(mm_sum* sum);
-  void EndDropped();  // gives back what dropped sums hold that the device has taken
+  void EndDropped();  // frees the words of dropped results that the device has finished
 
   int SynchronizeStream(CUstream stream);  // works without kernels, too
 
@@ -67,7 +67,7 @@ class DeviceKernels {
 
   CUresult Launch(CUfunction function, uint64_t bytes, CUstream stream, void** arguments);
   CUresult LaunchFill(CUdeviceptr p, uint64_t word, uint64_t bytes, CUstream stream);
-  // Queues what leaves the result in a word that the caller has taken.
+  // Queues the kernel that leaves its result in a word that the caller has taken.
   CUresult Queue(Look look, uint16_t word, CUstream stream);
   int Evaluate(const Look& look, CUstream stream, uint64_t* result);
   uint16_t TakeWord();

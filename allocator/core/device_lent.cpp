@@ -13,7 +13,7 @@ void Device::Lend(const void* block, uint64_t bytes, CUstream home) {
     std::lock_guard hold(lent_lock_);
     lends_.store(true, std::memory_order_relaxed);
     Lent& lent = lent_[block];
-    more -= static_cast<int64_t>(lent.bytes);  // an end that nobody told
+    more -= static_cast<int64_t>(lent.bytes);  // an end that was not reported
     lent = {bytes, home, number < 0 ? kAnything : Bit(number), {{kTail, 0, 0}}};
   }
   arena_->AddOutside(more);

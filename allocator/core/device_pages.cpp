@@ -178,8 +178,8 @@ void DevicePages::LetGo() {
   kept_.clear();
 }
 
-// A page costs tens of microseconds: what is far from fitting is not tried a page at a time. What is near may fit: the
-// driver's figure is not exact.
+// A page costs tens of microseconds: a request far above the free memory is not tried page by page. A close one may
+// fit: the driver's figure is not exact.
 bool DevicePages::HasRoom(uint64_t pages) const {
   size_t free_bytes = 0, total_bytes = 0;
   const uint64_t bytes = pages * ops_.page_bytes;
@@ -209,7 +209,7 @@ int DevicePages::Commit(CUdeviceptr at, size_t bytes) {
   const uint64_t end = first + bytes / ops_.page_bytes;
   CUresult error = HasRoom(mapped_->CountHoles(first, end)) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
   for (uint64_t page = first; page < end && error == CUDA_SUCCESS; ++page) {
-    // What the driver once refused to unmap is still there.
+    // A page that the driver once refused to unmap is still mapped.
     if (mapped_->CountHoles(page, page + 1) == 0) continue;
     error = MapPage(page);
     if (error == CUDA_SUCCESS) mapped_->Set(page, page + 1);

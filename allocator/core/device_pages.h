@@ -1,10 +1,10 @@
 // The pages of a device's arena, through the driver.
 //
 // Mapped: one handle for each page, because a mapping cannot be unmapped in part. A page that is given back to be
-// mapped elsewhere keeps its handle until then (let_go): to make a new one takes as long as to map it. Nothing else is
-// pooled: the driver's figures are ours at any time, and others get at once what we do not use. What a page costs the
-// driver hardly depends on its size (an H100: 92 us from cuMemCreate to cuMemRelease for 2 MiB, 99 us for 32 MiB), so a
-// large device has larger pages than the driver's least. Plain: one allocation of the whole range. Its pages count as
+// mapped elsewhere keeps its handle until then (let_go): to make a new one takes as long as to map it. No other memory
+// is pooled: the driver's figures are ours at any time, and other programs get unused memory at once. A page's cost
+// hardly depends on its size (an H100: 92 us from cuMemCreate to cuMemRelease for 2 MiB, 99 us for 32 MiB), so a large
+// device has larger pages than the driver's least. Plain: one allocation of the whole range. Its pages count as
 // committed from their first use on and never go back.
 #pragma once
 
@@ -18,18 +18,18 @@
 
 namespace memmgr {
 
-// Who knows what the bits of a set stand for.
+// An object that knows the streams behind the bits of a set.
 class Settler {
  public:
-  // The CPU waits for what these streams have queued. 0 or -errno. Never called with a lock of the arena.
+  // The CPU waits for the queued work of these streams. 0 or -errno. Never called with a lock of the arena.
   virtual int Settle(StreamMask touched, const StreamTimes& times) = 0;
 
  protected:
   ~Settler() = default;
 };
 
-// While this lives the calling thread may do what a capture, its own or another thread's, would otherwise forbid. torch
-// does the same around cudaMalloc.
+// While this lives the calling thread may make calls that a capture, its own or another thread's, would otherwise
+// forbid. torch does the same around cudaMalloc.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const mm_driver& driver) : driver_(driver) {
@@ -84,14 +84,15 @@ class DevicePages {
   PageOps ops_{};
   PageCounts counts_;
   CUdeviceptr base_ = 0;
-  bool integrated_ = false;  // its memory is the host's, and what the system could give back is not free to it
+  bool integrated_ = false;  // its memory is the host's, and memory that the system could give back does not count as
+                             // free
 
   Lock lock_;  // below that of the arena, which is not held when pages are given back
   std::unique_ptr<PageMap> mapped_;
   std::vector<CUmemGenericAllocationHandle> handles_;  // by page
   std::vector<CUmemGenericAllocationHandle> kept_;     // of pages that were unmapped and are not mapped again yet
   uint64_t pages_ = 0;                                 // of the whole range
-  std::vector<CUmemAccessDesc> access_;                // who may use the pages: the device itself, then its peers
+  std::vector<CUmemAccessDesc> access_;  // devices that may use the pages: the device itself, then its peers
 };
 
 }  // namespace memmgr

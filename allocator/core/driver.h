@@ -150,14 +150,14 @@ struct mm_driver {
 
 namespace memmgr {
 
-// What the driver says about an error, with its number.
+// The driver's text for an error, with its number.
 std::string DriverText(const mm_driver& driver, CUresult error);
 // 0, or the negative errno that fits best.
 int DriverErrno(CUresult error);
 
-// While this lives the device's primary context is the calling thread's; afterwards what was, also none: a thread that
-// has not used CUDA yet would else be on this device from then on, because the runtime goes by the context (its
-// cudaGetDevice would say so, and the program's next tensor lie there).
+// While this lives the device's primary context is the calling thread's; afterwards the former one is, also none. A
+// thread that has not used CUDA yet would otherwise stay on this device, because the runtime goes by the context: its
+// cudaGetDevice would return it, and the program's next tensor would be allocated there.
 class EnsureContext {
  public:
   [[nodiscard]] EnsureContext(const mm_driver& driver, int ordinal);

@@ -64,7 +64,7 @@ int ScratchFile::Cache(uint64_t bytes) {
 }
 
 bool ScratchFile::Open(const std::string& folder, bool want_direct, std::string* wrong) {
-  // O_EXCL: nobody can give the file a name later.
+  // O_EXCL: no process can give the file a name later.
   fd_ = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, 0600);
   if (fd_ < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
     std::string name = folder + "/memmgr-XXXXXX";
@@ -82,12 +82,12 @@ bool ScratchFile::Open(const std::string& folder, bool want_direct, std::string*
     *wrong = "cannot look at the file in " + folder + ": " + strerror(errno);
     return false;
   }
-  fchmod(fd_, 0600);  // whatever the umask took away
+  fchmod(fd_, 0600);  // in spite of the umask
   if (want_direct) ProbeDirect();
   return true;
 }
 
-// What a file system says about O_DIRECT and what it does are different things: try.
+// A file system may accept O_DIRECT and fail later: try.
 void ScratchFile::ProbeDirect() {
   const int flags = fcntl(fd_, F_GETFL);
   if (flags < 0 || fcntl(fd_, F_SETFL, flags | O_DIRECT) != 0) return;

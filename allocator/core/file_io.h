@@ -1,12 +1,11 @@
 // ScratchFile: one unlinked file and how bytes get in and out of it.
 //
 // Words:
-//   direct   past the page cache (O_DIRECT). Whoever needs a disk tier has no memory to spare, and a page cache full of
-//            what was just evicted would take it; and the bandwidth that the planner sees is the disk's. Measured: 2.5
+//   direct   past the page cache (O_DIRECT). A machine that needs a disk tier has no memory to spare, and a page cache
+//            full of evicted bytes would take it; and the bandwidth that the planner sees is the disk's. Measured: 2.5
 //            against 0.7 GB/s for writes. MEMMGR_TIER_DIRECT=0 goes through the page cache.
-//   cached   the beginning of a direct file that goes through the page cache after all, since somebody has said that
-//            the machine has so much memory to spare: the kernel keeps it while that is true, and takes it back when
-//            not
+//   cached   the beginning of a direct file that goes through the page cache after all, since the user has said that
+//            the machine has so much memory to spare: the kernel keeps it while that is true, and reclaims it otherwise
 //   grain    4096: every offset, and every direct transfer, is a multiple of it
 //   bounce   a page-aligned buffer, for memory that is not
 #pragma once
@@ -52,7 +51,7 @@ class ScratchFile {
   bool direct() const { return direct_; }
   // The first so many bytes are cached. 0 or -errno. Before the first transfer.
   int Cache(uint64_t bytes);
-  // In a forked child, which may have closed what it did not know and opened something else: is it still this file?
+  // In a forked child, which may have closed descriptors and opened other files: is it still this file?
   bool Inherited() const;
 
  private:

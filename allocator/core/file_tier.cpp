@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <system_error>
@@ -49,10 +50,11 @@ FileTier::FileTier(uint64_t capacity_bytes, uint64_t bytes_per_second)
 
 FileTier* FileTier::Open(const std::string& folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
                          std::string* wrong) {
-  auto* tier = new FileTier(capacity_bytes, bytes_per_second);
+  const uint64_t no_room = 1;  // less than a grain
+  auto* tier = new FileTier(folder.empty() ? no_room : capacity_bytes, bytes_per_second);
   const char* direct = getenv("MEMMGR_TIER_DIRECT");
   const bool want_direct = direct == nullptr || strcmp(direct, "0") != 0;
-  if (!tier->file_.Open(folder, want_direct, wrong) ||
+  if ((!folder.empty() && !tier->file_.Open(folder, want_direct, wrong)) ||
       !tier->StartWorkers(workers > 0 ? workers : kDefaultWorkers, wrong)) {
     delete tier;
     return nullptr;
@@ -91,8 +93,8 @@ void FileTier::Close() {
   delete this;
 }
 
-// No transfer is under way while the process forks: a direct read into memory that is being copied on write may end in
-// the child's copy (open(2), notes on O_DIRECT). And what the child inherits is whole.
+// No transfer runs while the process forks: a direct read into memory that is being copied on write may end in the
+// child's copy (open(2), notes on O_DIRECT). And the memory that the child inherits is complete.
 void FileTier::BeforeFork() {
   if (forked_.load()) return;
   Hold hold(mutex_);
@@ -170,7 +172,7 @@ void FileTier::Work() {
   }
 }
 
-// Does the next piece of a queued slot, without the lock while the disk works. The slot cannot go away meanwhile: Free
+// Does the next piece of a queued slot, without the lock while the disk works. The slot cannot end during that: Free
 // waits for pieces in flight.
 void FileTier::RunPiece(Slot* slot, Hold* hold) {
   const Direction direction = slot->direction;
@@ -185,10 +187,15 @@ void FileTier::RunPiece(Slot* slot, Hold* hold) {
   const Clock::time_point until = Pace(direction, bytes);
   char* const memory = slot->memory + at;
   const uint64_t offset = slot->offset + at;
+  const int lent_fd = slot->lent_fd;
+  const struct stat lent = slot->lent;
   hold->unlock();
 
   const uint64_t ran_before = CpuNanoseconds();
-  if (error == 0) error = direction == kWrite ? file_.Write(memory, bytes, offset) : file_.Read(memory, bytes, offset);
+  if (error == 0 && lent_fd >= 0)
+    error = ReadLent(lent_fd, lent, memory, bytes, offset);
+  else if (error == 0)
+    error = direction == kWrite ? file_.Write(memory, bytes, offset) : file_.Read(memory, bytes, offset);
   const uint64_t ran = CpuNanoseconds() - ran_before;
   if (error == 0) std::this_thread::sleep_until(until);
 
@@ -302,6 +309,63 @@ int64_t FileTier::TakeFreshRoom(uint64_t bytes) {
   return static_cast<int64_t>(offset);
 }
 
+// So that TakeSlot does not throw, and neither does Free.
+void FileTier::ReserveSlot() {
+  if (!unused_.empty()) return;
+  unused_.reserve(slots_.size() + 1);
+  slots_.emplace_back();
+  slots_.back().index = static_cast<uint32_t>(slots_.size() - 1);
+  unused_.push_back(&slots_.back());
+}
+
+FileTier::Slot* FileTier::TakeSlot(uint64_t bytes) {
+  Slot* slot = unused_.back();
+  unused_.pop_back();
+  slot->held = true;
+  slot->written = false;
+  slot->bytes = bytes;
+  slot->forks = heirs_.forks();
+  slot->result = 0;
+  slot->lent_fd = -1;
+  return slot;
+}
+
+mm_slot FileTier::Lend(int fd, uint64_t offset, uint64_t bytes) {
+  if (forked_.load()) return -ECANCELED;
+  struct stat file{};
+  if (fstat(fd, &file) != 0) return -errno;
+  if (bytes == 0 || offset + bytes > static_cast<uint64_t>(file.st_size)) return -EINVAL;
+  Hold hold(mutex_);
+  ReserveSlot();
+  Slot* slot = TakeSlot(bytes);
+  slot->written = true;
+  slot->offset = offset;
+  slot->room_bytes = 0;
+  slot->lent_fd = fd;
+  slot->lent = file;
+  return IdOf(slot);
+}
+
+// Through the page cache, where the pages of a file that somebody has mapped lie already.
+int FileTier::ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes, uint64_t offset) {
+  const auto is_same = [&] {
+    struct stat now{};
+    return fstat(fd, &now) == 0 && now.st_dev == lent.st_dev && now.st_ino == lent.st_ino &&
+           now.st_size == lent.st_size && now.st_mtim.tv_sec == lent.st_mtim.tv_sec &&
+           now.st_mtim.tv_nsec == lent.st_mtim.tv_nsec;
+  };
+  while (bytes > 0) {
+    const ssize_t n = pread(fd, to, bytes, static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return -errno;
+    if (n == 0) return -ESTALE;  // it is shorter now
+    to += n;
+    bytes -= static_cast<uint64_t>(n);
+    offset += static_cast<uint64_t>(n);
+  }
+  return is_same() ? 0 : -ESTALE;  // asked after the read: a change before or during it is seen
+}
+
 mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
   if (forked_.load()) return -ECANCELED;
   if (from == nullptr || bytes == 0) return -EINVAL;
@@ -310,23 +374,12 @@ mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
     Hold hold(mutex_);
     if (bytes > capacity_bytes_) return -ENOSPC;
     const uint64_t room = RoundUp(bytes);
-    if (unused_.empty()) {
-      unused_.reserve(slots_.size() + 1);  // Free must not throw
-      slots_.emplace_back();
-      slots_.back().index = static_cast<uint32_t>(slots_.size() - 1);
-      unused_.push_back(&slots_.back());
-    }
+    ReserveSlot();
     const int64_t offset = TakeRoom(room);
     if (offset < 0) return offset;
-    Slot* slot = unused_.back();
-    unused_.pop_back();
-    slot->held = true;
-    slot->written = false;
+    Slot* slot = TakeSlot(bytes);
     slot->offset = static_cast<uint64_t>(offset);
     slot->room_bytes = room;
-    slot->bytes = bytes;
-    slot->forks = heirs_.forks();
-    slot->result = 0;
     stats_.used_bytes += room;
     stats_.used_peak_bytes = std::max(stats_.used_peak_bytes, stats_.used_bytes);
     const bool now = urgency == Urgency::kNow;
@@ -345,6 +398,7 @@ int FileTier::ReadInChild(mm_slot id, char* to) {
   const Slot* slot = Find(id);
   if (slot == nullptr) return -EBADF;
   if (!slot->written) return slot->result != 0 ? slot->result : -EIO;
+  if (slot->lent_fd >= 0) return ReadLent(slot->lent_fd, slot->lent, to, slot->bytes, slot->offset);
   if (!file_.Inherited()) return -ESTALE;
   const int error = file_.Read(to, slot->bytes, slot->offset);
   return heirs_.MayRead() ? error : -ESTALE;
@@ -411,7 +465,9 @@ void FileTier::Free(mm_slot id) {
   while (slot->busy) settled_.wait(hold);
   stats_.used_bytes -= slot->room_bytes;
   unused_.push_back(slot);
-  if (heirs_.Any(slot->forks, heirs_.forks())) {
+  if (slot->lent_fd >= 0) {
+    // There is no room to give back.
+  } else if (heirs_.Any(slot->forks, heirs_.forks())) {
     inherited_.push_back({slot->offset, slot->room_bytes, slot->forks, heirs_.forks()});
   } else {
     space_.Give(slot->offset, slot->room_bytes);

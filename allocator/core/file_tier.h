@@ -6,12 +6,16 @@
 //            one that is needed now does not wait for the end of a large write
 //   urgent   the queue that is served first: reads, and whatever somebody waits for
 //   pace     the throttle: a clock per direction that runs ahead by what each piece may take
+//   lent     a slot over a range of a file that is not the tier's: it is only read. A file whose size or time of
+//            modification has changed since it was lent is an error, never other bytes
 // A thread that waits for an operation does its pieces itself, so that waiting can never depend on a worker that is
 // busy elsewhere, and works with no worker at all.
 //
 // A forked child reads what had been written before the fork, and does nothing else. Room that it may read is not used
 // again while it lives (heirs.h), unless there is no other; then what it reads is an error, never other bytes.
 #pragma once
+
+#include <sys/stat.h>
 
 #include <array>
 #include <atomic>
@@ -34,14 +38,16 @@ namespace memmgr {
 
 class FileTier final : public Tier, private ForkAware {
  public:
+  // An empty folder: without a file of its own, for slots that are lent; writes are refused.
   static FileTier* Open(const std::string& folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
                         std::string* wrong);
   // Before the first transfer: the first so many bytes of the file go through the page cache. 0 or -errno.
   int Cache(uint64_t bytes) { return file_.Cache(bytes); }
-  // Cancels what is queued, waits for what is under way, and deletes the tier.
+  // Cancels queued operations, waits for those under way, and deletes the tier.
   void Close() override;
 
   mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;
+  mm_slot Lend(int fd, uint64_t offset, uint64_t bytes) override;
   int Read(mm_slot id, void* to, Urgency urgency) override;
   int Poll(mm_slot id) override;
   int Wait(mm_slot id) override;
@@ -68,6 +74,8 @@ class FileTier final : public Tier, private ForkAware {
     uint64_t room_bytes = 0;
     uint64_t bytes = 0;
     uint64_t forks = 0;  // there had been so many when it was taken
+    int lent_fd = -1;    // of a lent slot: the file, not the tier's to close
+    struct stat lent{};  // how that file was then
     int result = 0;      // of the last operation
 
     // The operation under way, if any.
@@ -110,11 +118,14 @@ class FileTier final : public Tier, private ForkAware {
   void Work();
 
   Slot* Find(mm_slot id);
+  void ReserveSlot();
+  Slot* TakeSlot(uint64_t bytes);
   mm_slot IdOf(const Slot* slot) const;
   int64_t TakeRoom(uint64_t bytes);
   int64_t TakeFreshRoom(uint64_t bytes);
   bool GiveBackInherited(bool revoke);
   int ReadInChild(mm_slot id, char* to);
+  static int ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes, uint64_t offset);
   void Start(Slot* slot, Direction direction, char* memory, Queue* queue, bool front);
   void MoveToFront(Slot* slot);
   void RunPiece(Slot* slot, Hold* hold);

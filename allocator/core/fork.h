@@ -1,13 +1,12 @@
-// What has to happen to the core's objects around a fork. Only the forking thread exists in a child, so that any lock
-// may be held by nobody, any count half written: an object either comes to rest before the fork, or the child stops
-// using it.
+// Actions of the core's objects around a fork. Only the forking thread exists in a child, so a lock may have no owner
+// there and a count may be half written: an object either comes to rest before the fork, or the child stops using it.
 #pragma once
 
 namespace memmgr {
 
 class ForkAware {
  public:
-  // In the forking thread. What is locked here is unlocked by the other two.
+  // In the forking thread. Locks taken here are released by the other two.
   virtual void BeforeFork() {}
   virtual void AfterForkInParent() {}
   // Runs in the child, before fork() returns there. Must not allocate or lock.

@@ -1,4 +1,4 @@
-// What the C ABI has in common: nothing that C++ throws gets past it, and texts are cut to the caller's room.
+// Common parts of the C ABI: no exception of C++ passes it, and texts are cut to the caller's room.
 #pragma once
 
 #include <stdio.h>

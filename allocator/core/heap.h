@@ -52,19 +52,19 @@ class Heap {
   // Makes a piece of a run a live block, with the run's streams (none, if all of its pages are new).
   // block->holes pages of it still have to be committed. May throw std::bad_alloc, and has then changed nothing.
   Block* Take(Spot spot, uint64_t bytes, uint64_t requested_bytes);
-  // Commits what the block lacks. False when the system refuses; nothing was committed then, and the caller frees the
-  // block.
+  // Commits the missing pages of the block. False when the system refuses; then no page was committed, and the caller
+  // frees the block.
   bool Back(Block* block) { return block->holes == 0 || CommitHoles(block); }
   void Free(Block* block);
   // Before a block is given to this pool. May throw std::bad_alloc.
   void ReservePool(uint8_t pool);
-  // The runs of the pool are everybody's again, `also` added to what they are touched by.
+  // The runs of the pool are for all streams again; `also` is added to the streams that touched them.
   void EndPool(uint8_t pool, StreamMask also);
 
   Block* FindLive(uint64_t offset) const { return live_.Find(offset); }
   const Block* first() const { return first_; }
   const Block* last() const { return last_; }
-  // Every block, to change what it is touched by.
+  // Visits every block, to change the streams that touched it.
   template <typename Visitor>
   void ForEach(const Visitor& visit) {
     for (Block* block = first_; block != nullptr; block = block->next) visit(block);
@@ -114,7 +114,7 @@ class Heap {
     const uint64_t end = (run->offset + run->bytes) >> page_shift_;
     return {first, end > first ? end : first};
   }
-  // Not a page of it is committed. Pages lose their memory only when nobody uses it any more: no stream touches these.
+  // Not a page of it is committed. Pages lose their memory only when no stream touches them any more.
   bool IsNew(const Block* block) const { return block->holes == Touched(block->offset, block->bytes).count(); }
   const RunIndex& Of(RunKind kind) const { return runs_[static_cast<int>(kind)]; }
   RunKind KindOf(const Block* run) const;
@@ -158,7 +158,7 @@ class Heap {
   uint64_t committed_pages_ = 0;
   uint64_t pooled_bytes_ = 0;  // in the runs of pools: neither free nor spare
   uint64_t away_pages_ = 0;
-  uint64_t odd_blocks_ = 0;  // runs of pools, and what is away
+  uint64_t odd_blocks_ = 0;  // runs of pools, and runs whose pages are being given back
 };
 
 }  // namespace memmgr

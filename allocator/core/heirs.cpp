@@ -23,7 +23,7 @@ void Heirs::BeforeFork(bool inherits) {
     void* page = mmap(nullptr, sizeof *revoked_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (page != MAP_FAILED) revoked_ = new (page) std::atomic<uint64_t>(0);
   }
-  // What cannot be watched counts as living for ever.
+  // A child that cannot be watched counts as living for ever.
   if (pipe2(pipe_, O_CLOEXEC) != 0 || fstat(pipe_[1], &told_) != 0) pipe_[0] = pipe_[1] = -1;
   living_.push_back({forks_, pipe_[0]});
 }

@@ -1,5 +1,5 @@
-// Heirs: the forked children that may still read what a scratch file held when they were forked. A fork does not copy a
-// file: where room was given back and written anew, a child would find other bytes than it left there.
+// Heirs: the forked children that may still read bytes that a scratch file held when they were forked. A fork does not
+// copy a file: where room was given back and written anew, a child would find other bytes than before.
 #pragma once
 
 #include <sys/stat.h>
@@ -29,7 +29,7 @@ class Heirs {
   // Living children may read nothing more. False: they cannot be told.
   bool Revoke();
 
-  // In a child, after it has read: what it has read was meant for it.
+  // In a child, after it has read: tells if the bytes are those of its fork.
   bool MayRead() const;
 
  private:
@@ -42,7 +42,7 @@ class Heirs {
   std::atomic<uint64_t>* revoked_ = nullptr;  // in shared memory: children up to this fork
   uint64_t forks_ = 0;
   int pipe_[2] = {-1, -1};  // while a fork is under way; in a child the end that tells of it
-  struct stat told_{};      // what pipe_[1] was: a child may close what it does not know, and open something else there
+  struct stat told_{};  // the identity of pipe_[1]: a child may close unknown descriptors, and open another file there
 };
 
 }  // namespace memmgr

@@ -18,8 +18,8 @@ uint64_t RoundUp(uint64_t bytes) { return (bytes + kGrain - 1) & ~(kGrain - 1); 
 // The device answers with the driver's error, or a negative errno of its own.
 int Errno(int error) { return error > 0 ? DriverErrno(error) : error; }
 
-// The device's context for the calling thread, and leave to do what another thread's capture would forbid: it has
-// nothing to do with these copies.
+// The device's context for the calling thread, and permission for calls that another thread's capture would forbid: it
+// has nothing to do with these copies.
 class InDriver {
  public:
   explicit InDriver(Device* device) : context_(device->driver(), device->ordinal()), relaxed_(device->driver()) {}
@@ -61,7 +61,7 @@ HostTier* HostTier::Open(Device* device, uint64_t capacity_bytes, std::string* w
 }
 
 void HostTier::Close() {
-  // In a forked child the driver does not answer, and whoever had the lock is not there: leave it all.
+  // In a forked child the driver does not answer, and the thread that had the lock does not exist: leave all as it is.
   if (forked_.load()) return;
   IgnoreForks();
   const InDriver in(device_);
@@ -98,7 +98,8 @@ CUresult HostTier::Copy(Direction direction, const Slot& slot, void* block) {
              : driver().MemcpyHtoDAsync(on_device, slab_.At(slot.offset), slot.bytes, links_[kRead].stream);
 }
 
-// The copy between its two events, behind what the caller made the stream wait for. An error leaves nothing under way.
+// The copy between its two events, after the work that the caller made the stream wait for. After an error no copy is
+// queued.
 int HostTier::Queue(Direction direction, const Slot& slot, void* block, int error_later, OperationRef* out) {
   Link& link = links_[direction];
   auto operation = std::make_shared<Operation>();
@@ -143,7 +144,7 @@ int HostTier::WaitFor(CUstream waiter, const Operation* operation) {
   return DriverErrno(driver().StreamWaitEvent(waiter, operation->end, 0));
 }
 
-// Notes what has ended. Operations of one stream end in order, so only the oldest needs asking.
+// Records the operations that have ended. Operations of one stream end in order, so only the oldest is queried.
 void HostTier::Poll() {
   for (Link& link : links_) {
     while (!link.under_way.empty()) {
@@ -194,7 +195,7 @@ int HostTier::Synchronize(OperationRef operation, Hold* hold) {
     hold->lock();
     Link& link = links_[operation->direction];
     while (!operation->done) {
-      const Operation* oldest = link.under_way.front().get();  // what is before it on the stream has ended too
+      const Operation* oldest = link.under_way.front().get();  // earlier work on the stream has ended too
       Finish(&link, oldest == operation.get() ? result : driver().EventQuery(oldest->end));
     }
   }

@@ -5,12 +5,12 @@
 //   operation  a copy between two events. Those of one direction are on one stream, so they end in the order in which
 //              they began
 //   fence      room that was given back while a copy from it or into it may still run
-// The CPU waits in Wait, Bytes and Close only, and in Write while the slab grows. What keeps the copies exact are the
-// calls below, each by its name (ordering.h); for each, tests/driver/test_host_tier.py shows that the bytes go wrong
+// The CPU waits in Wait, Bytes and Close only, and in Write while the slab grows. The calls below keep the
+// copies exact, each by its name (ordering.h); for each, tests/driver/test_host_tier.py shows that the bytes go wrong
 // without it:
 //
 //   write    the write stream waits for    offload.touched     all streams that touched the block
-//                                          offload.slot_reuse  reads of who had this piece of the slab before
+//                                          offload.slot_reuse  reads by former owners of this piece of the slab
 //            the block counts as touched   offload.source      by the write stream: it is still being read
 //   read     the read stream waits for     reload.target       all streams that touched the block: its former users
 //                                          reload.write_done   the host bytes: complete only behind the write
@@ -18,7 +18,7 @@
 //   use      the caller's stream waits for use.read            the bytes on the device
 //                                          use.write           the copy, before the block is written to
 //   CPU      waits for                     wait.write, wait.read, bytes.write, close.writes, close.reads,
-//                                          reserve.slot_reuse  copies of who had this room, before it fills it itself
+//                                          reserve.slot_reuse  copies of the room's former owners, before it is filled
 //                                          fill.done           the copy of bytes that are not the slab's
 //   fill     the read stream waits for     fill.target         all streams that touched the block
 #pragma once
@@ -60,8 +60,8 @@ class HostTier final : public Tier, private ForkAware {
   int Use(mm_slot id, mm_stream stream) override;
   const void* Bytes(mm_slot id) override;
 
-  // For a tier below this one (ladder_tier.h). A slot whose bytes the CPU writes into `room`, before anything is read
-  // from it. Without `wait` -EAGAIN where copies of who had the room before still run.
+  // For a tier below this one (ladder_tier.h). A slot whose bytes the CPU writes into `room`, before any read from it.
+  // Without `wait` -EAGAIN if copies of the room's former owners still run.
   mm_slot Reserve(uint64_t bytes, bool wait, void** room);
   // From any host memory into a live block, as a read of a slot would; returns when the bytes are there.
   int Fill(const void* from, uint64_t bytes, void* to);

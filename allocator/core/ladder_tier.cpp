@@ -39,7 +39,7 @@ LadderTier::Entry* LadderTier::Find(mm_slot id) {
   return found == entries_.end() ? nullptr : &found->second;
 }
 
-// Notes what the file's workers have done for it.
+// Records operations that the file's workers have ended for it.
 void LadderTier::Settle(mm_slot id, Entry* entry) {
   if (entry->where != Where::kSinking && entry->where != Where::kRising) return;
   const int result = file_->Poll(entry->file);
@@ -65,7 +65,7 @@ void LadderTier::Settle(mm_slot id, Entry* entry) {
     return;
   }
   entry->error = result;
-  host_->Free(entry->host);  // nothing was read into it that anybody may see
+  host_->Free(entry->host);  // no valid bytes were read into it
   entry->host = -1;
   entry->where = Where::kFile;
   sinking_.erase(id);
@@ -192,8 +192,8 @@ int LadderTier::AwaitRise(mm_slot id, Hold* hold) {
   return entry->error;
 }
 
-// What is needed now comes up, whether or not there is room on the way. 1: it is in host memory; 0: it went past that,
-// into the block.
+// Reads a slot that is needed now into host memory, whether or not there is room on the way. 1: it is in host memory;
+// 0: it was read past that, into the block.
 int LadderTier::Raise(mm_slot id, void* to, Hold* hold) {
   for (;;) {
     Entry* entry = Find(id);
@@ -202,7 +202,7 @@ int LadderTier::Raise(mm_slot id, void* to, Hold* hold) {
     const mm_slot file = entry->file;
     const uint64_t bytes = entry->bytes;
     void* room = nullptr;
-    hold->unlock();  // copies of who had the room may be waited for
+    hold->unlock();  // copies of the room's former owner may be waited for
     const mm_slot host = host_->Reserve(bytes, true, &room);
     hold->lock();
     if (host >= 0) {
@@ -216,7 +216,7 @@ int LadderTier::Raise(mm_slot id, void* to, Hold* hold) {
       entry->where = Where::kRising;
       const int risen = AwaitRise(id, hold);
       if (risen != 0) return risen;
-      continue;  // somebody else may have needed the room already
+      continue;  // another thread may have taken the room already
     }
     if (host != -ENOSPC) return static_cast<int>(host);
     if (MakeRoom(hold)) continue;

@@ -1,15 +1,15 @@
-// LadderTier: a host tier with a file below it. What leaves the device lies in page-locked memory, of which there is no
-// more than was asked for; what has lain there longest goes on to the file, ahead of need, and comes back through the
-// same memory.
+// LadderTier: a host tier with a file below it. Bytes from the device lie in page-locked memory, of at most a given
+// size. The slots that have been there longest move on to the file, ahead of need, and are read back through the same
+// memory.
 //
 // Words:
 //   sinking  bytes in host memory that are being written to the file
 //   sunk     bytes that are in the file; while they are in host memory, too, that room can be given at once
 //   rising   bytes on their way from the file into room of the host tier; from there the copy to the device is queued
-// A step down is taken when room is asked for, or nearly gone; there is no thread but the file's workers. Only what has
-// no copy under way goes (host_->Poll says 1): whoever still has to wait for a read finds it where it was begun.
+// A step down is taken when room is asked for, or nearly gone; there is no thread but the file's workers. Only a slot
+// without a running copy moves (host_->Poll returns 1): a caller that waits for a read finds it where it was begun.
 //
-// Known limitations: which bytes go down is told by when they were written and not by a plan, so a loop over states
+// Known limitations: the order of moves is that of the writes, not that of a plan, so a loop over states
 // that are larger than the host memory reads all of them from the file. A block larger than the host memory has to
 // stay.
 #pragma once

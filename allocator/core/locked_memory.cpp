@@ -241,7 +241,7 @@ bool LockedMemory::Plan(uint64_t bytes, Job* job) const {
       begin = end = at + piece.bytes;
       continue;
     }
-    if (at != end) begin = at;  // what was in between is lost
+    if (at != end) begin = at;  // the range in between is lost
     end = at + piece.bytes;
     while (begin < at && end - begin - pieces_.at(begin).bytes >= bytes) begin += pieces_.at(begin).bytes;
     if (end - begin < bytes) continue;
@@ -250,7 +250,7 @@ bool LockedMemory::Plan(uint64_t bytes, Job* job) const {
     return true;
   }
   if (end != locked_end_ || begin == end || end_ - begin < bytes) return false;
-  // The last of them, and what was never locked.
+  // The last pieces, and the range that was never locked.
   for (uint64_t next = begin; next < end && end_ - next >= bytes; next += pieces_.at(next).bytes) begin = next;
   if (locked_end_ == end_) return false;
   job->begin = begin;
@@ -285,7 +285,7 @@ void LockedMemory::Work() {
   for (;;) {
     wake_.wait(hold, [&] { return stopping_ || growing_; });
     if (stopping_) {
-      // What was to be merged is still locked.
+      // The pieces that were to be merged are still locked.
       if (growing_) pieces_.merge(job_.merged);
       return;
     }

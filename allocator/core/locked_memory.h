@@ -8,7 +8,7 @@
 //            piece: for a block that is larger than any piece
 // Page-locking takes up to 0.34 s per GiB, so one thread does it ahead of need. Addresses for the whole capacity are
 // reserved at once and cost nothing. The first piece is small and locked by Open, so that an error is found there. A
-// later piece that cannot be locked ends the growth: the capacity is then what is locked.
+// later piece that cannot be locked ends the growth: the capacity is then the locked size.
 //
 // Forks: a child has neither the thread nor the memory (MADV_DONTFORK): a page that the device writes to must not
 // become copy-on-write, and a child would copy every page that is locked. The owner stops using this object there.

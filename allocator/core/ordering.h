@@ -31,7 +31,7 @@ struct RegisteredOrdering {
   static inline const bool registered = RegisterOrdering(kName.text);
 };
 
-// What the call returns; 0 when it is left out.
+// Returns the result of the call; 0 when it is left out.
 template <OrderingName kName, typename Call>
 auto Order(Call call) -> decltype(call()) {
   if (RegisteredOrdering<kName>::registered && OrderingLeftOut(kName.text)) return decltype(call())();

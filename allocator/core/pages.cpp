@@ -36,8 +36,8 @@ bool CanMovePages() {
   return can;
 }
 
-// A call that failed may have unmapped what lay here first, and nobody else shall get these addresses: what we would do
-// there later would be done to them.
+// A failed call may have unmapped the old mapping first. No other mapping may get these addresses: our later calls
+// would act on it.
 void KeepAddresses(char* at, size_t bytes) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
   if (mmap(at, bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED || errno == EEXIST) return;
@@ -72,9 +72,9 @@ void* HostPages::Reserve(void* user, size_t bytes) {
   if (before > 0) munmap(base, before);
   base += before;
   munmap(base + bytes, kMostChunk - before);
-  // No huge pages. One would bring 2 MiB into memory for a 4 KiB touch, khugepaged would fill holes again, and what we
-  // give back of one stays with it until no part is in use: with the advice given to exactly the committed pages, a
-  // remap of 1.4 GiB out of 3 left 1.1 GiB of memory in use that nobody could see in the process.
+  // No huge pages. One would bring 2 MiB into memory for a 4 KiB touch, khugepaged would fill holes again, and a part
+  // of one that we give back stays in it until no part is in use: with the advice given to exactly the committed pages,
+  // a remap of 1.4 GiB out of 3 left 1.1 GiB of memory in use that no figure of the process showed.
   madvise(base, bytes, MADV_NOHUGEPAGE);
   auto* self = static_cast<HostPages*>(user);
   self->begin_ = base;
@@ -95,7 +95,7 @@ int HostPages::Commit(void* user, void* at, size_t bytes) {
   auto* self = static_cast<HostPages*>(user);
   char* const begin = static_cast<char*>(at);
   char* const end = begin + bytes;
-  char* fresh = begin;  // what is not moved, from here on
+  char* fresh = begin;  // pages from here on are not moved
   int error = 0;
   if (self->chunk_bytes_ != 0) {
     char* to = self->Up(begin);
@@ -111,8 +111,8 @@ int HostPages::Commit(void* user, void* at, size_t bytes) {
   return error;
 }
 
-// As far as blocks are aligned, so that what lies between two of them does not make three mappings of one. That is no
-// memory until somebody touches it; where the system counts it all the same and refuses, only what is asked for.
+// As far as blocks are aligned, so that the gap between two of them does not make three mappings of one. Such a gap
+// takes no memory until it is touched. If the system counts it all the same and refuses, only the requested range.
 int HostPages::CommitFresh(char* at, char* end) const {
   if (at == end) return 0;
   const auto misplaced = [](const char* p) { return reinterpret_cast<uintptr_t>(p) & (kMostChunk - 1); };
@@ -209,7 +209,8 @@ bool HostPages::Move(char* from, char* to, size_t bytes) {
   return true;
 }
 
-// Before a new mapping lies there. What lies between its ends goes with those that it replaces, and is not counted.
+// Before a new mapping lies there. Seams between its ends disappear with the mappings that it replaces, and are not
+// counted.
 bool HostPages::Cut(char* low, char* high) {
   const auto covered = std::distance(seams_.upper_bound(low), seams_.lower_bound(high));
   if (seams_.size() - static_cast<size_t>(covered) + 2 > kMostSeams) return false;

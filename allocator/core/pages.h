@@ -4,8 +4,7 @@
 //   page     the step in which memory can be given and taken back (4 KiB here; 2 MiB for CUDA's virtual memory)
 //   commit   make a page usable; it counts against the budget from then on
 //   hole     a page of the range that is not committed
-//   chunk    so many pages, at a multiple of them from where the range begins: what is moved to other addresses as a
-//            whole
+//   chunk    so many pages, at a multiple of them from the begin of the range: moved to other addresses as a whole
 #pragma once
 
 #include <cstddef>
@@ -21,7 +20,7 @@ namespace memmgr {
 // When pages may be given back.
 enum class GiveBack : uint8_t {
   kAtOnce,       // whenever it helps, under the arena's lock
-  kAfterSettle,  // somebody may still be using them: settle first, which waits; never under the arena's lock
+  kAfterSettle,  // a stream may still be using them: settle first, which waits; never under the arena's lock
   kNever,        // they are there from the start to the end
 };
 
@@ -34,18 +33,17 @@ struct PageOps {
   int (*commit)(void* user, void* at, size_t bytes);      // 0 or -errno, with nothing committed
   int (*decommit)(void* user, void* at, size_t bytes);    // 0 or -errno; the addresses stay reserved, contents are lost
   void (*release)(void* user, void* base, size_t bytes);  // undoes reserve
-  // Waits until what these streams had queued by then is done. 0 or -errno: the pages stay. nullptr unless
-  // kAfterSettle.
+  // Waits until the queued work of these streams is done. 0 or -errno: the pages stay. nullptr unless kAfterSettle.
   int (*settle)(void* user, StreamMask touched, const StreamTimes& times);
-  // What decommit has kept for the next commit is the system's again. nullptr unless kAfterSettle.
+  // Pages that decommit has kept for the next commit go back to the system. nullptr unless kAfterSettle.
   void (*let_go)(void* user);
-  // Until it is called with 0, whole chunks of the pages that are given back may be taken for those that are committed,
-  // with what is in them: that spares giving them to the system and having them cleared. Under the arena's lock.
-  // nullptr: there is no such way.
+  // Until it is called with 0, whole chunks of given-back pages may be used for committed ones, with their contents:
+  // that spares giving them to the system and having them cleared. Under the arena's lock. nullptr: there is no such
+  // way.
   void (*moving)(void* user, size_t chunk_bytes);
 };
 
-inline constexpr size_t kMostChunk = size_t{1} << 20;  // what is reserved begins at one
+inline constexpr size_t kMostChunk = size_t{1} << 20;  // a reservation begins at a multiple of this
 
 // The host's memory for one arena.
 class HostPages {
@@ -80,7 +78,7 @@ class HostPages {
   char* Down(char* at) const;
 
   PageOps ops_;
-  char* begin_ = nullptr;  // of what is reserved
+  char* begin_ = nullptr;  // of the reservation
   char* end_ = nullptr;
   size_t chunk_bytes_ = 0;    // 0: nothing is moved now
   std::vector<Piece> loose_;  // given back since `moving` began; the memory is still there

@@ -48,7 +48,7 @@ class SlotSpace {
   // Takes a whole run: bytes that were given, and none beside them that are free, but for walls.
   void Withdraw(uint64_t offset, uint64_t bytes) { Remove(offset, bytes); }
 
-  // The free bytes that end where the file does: what growing the file need not add.
+  // The free bytes at the end of the file: growing the file need not add these.
   uint64_t FreeAtEnd(uint64_t file_bytes) const {
     if (by_offset_.empty()) return 0;
     const auto& [offset, bytes] = *by_offset_.rbegin();

@@ -31,7 +31,7 @@ struct Parked {
   unsigned char fill;
 };
 
-// What the callback may take: a table of them, as the pager has one.
+// The blocks that the callback may take: a table, as the pager has one.
 struct Shared {
   mm_arena* arena;
   mm_tier* tier;
@@ -61,7 +61,7 @@ void ExpectFilled(const Parked& block) {
          "a block was written by another owner");
 }
 
-// By a search: the choice and what becomes of it are one step under the table's lock.
+// By a search: the choice and the release of its blocks are one step under the table's lock.
 uint64_t ReclaimChosen(Shared* shared, uint64_t need, uint64_t request) {
   std::vector<Parked> chosen;
   {
@@ -113,7 +113,7 @@ uint64_t Reclaim(void* user, uint64_t need, uint64_t request, int attempt) {
   return released;
 }
 
-// Writes a block away, frees it, and brings it back somewhere else.
+// Writes a block to the tier, frees it, and reads it into another block.
 void Offload(Shared* shared, Parked block, std::mt19937* dice) {
   const bool now = (*dice)() % 2 == 0;
   const mm_slot slot =

@@ -1,6 +1,8 @@
 // Tier: a place below the device where bytes can be parked. The C ABI of tiers (core.h, device.h) calls this.
 #pragma once
 
+#include <errno.h>
+
 #include <atomic>
 #include <cstdint>
 
@@ -12,10 +14,12 @@ enum class Urgency { kQueued, kNow };
 
 class Tier {
  public:
-  // Ends what is under way and deletes the tier. No other call may be under way.
+  // Ends all operations under way and deletes the tier. No other call may be under way.
   virtual void Close() = 0;
 
   virtual mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) = 0;
+  // See mm_tier_lend.
+  virtual mm_slot Lend(int /*fd*/, uint64_t /*offset*/, uint64_t /*bytes*/) { return -ENOTSUP; }
   // No copy of it was queued, and none will be before the next Write.
   virtual void Refused(const void* /*from*/) {}
   virtual int Read(mm_slot id, void* to, Urgency urgency) = 0;

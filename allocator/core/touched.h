@@ -19,7 +19,7 @@ using TouchedId = uint16_t;  // 0: no stream
 // Streams are of three kinds: the program's, and memmgr's own, which are told apart by which of two they are. A
 // stream's time is that of its kind; the times of kinds that are not in the set mean nothing.
 constexpr size_t kStreamKinds = 3;
-constexpr uint64_t kTail = ~uint64_t{0};  // not known: the end of what is queued counts
+constexpr uint64_t kTail = ~uint64_t{0};  // not known: the tail counts
 
 struct StreamTimes {
   std::array<uint64_t, kStreamKinds> at{};
@@ -36,7 +36,7 @@ struct StreamTimes {
 
 class TouchedSets {
  public:
-  static constexpr TouchedId kEverything = 1;  // all bits; also what stands for a set when there are no more ids
+  static constexpr TouchedId kEverything = 1;  // all bits; also used for a set when there are no more ids
 
   TouchedSets();
 
@@ -49,8 +49,7 @@ class TouchedSets {
   uint64_t size() const { return masks_.size(); }
 
   // An id of its own for the set as it is now: no other piece gets it by Of or Union, and EmptyFenced makes all pieces
-  // that have one untouched at once. For a synchronization: what was touched before it is fenced, what is touched while
-  // it lasts is not.
+  // that have one untouched at once. For a synchronization: touches before it are fenced, touches during it are not.
   TouchedId Fenced(StreamMask mask) noexcept;
   void EmptyFenced() noexcept;
 

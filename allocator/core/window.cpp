@@ -63,7 +63,7 @@ void Chooser::Gather(const Block* first, const Block* last, size_t count, uint64
     before_.resize(room + 1);
   }
   n_ = count;
-  if (!last->live) {  // of the last run only what lies below the limit
+  if (!last->live) {  // of the last run only the part below the limit
     --n_;
     if (last->offset < limit) {
       See(last, now, n_);
@@ -99,8 +99,8 @@ bool Chooser::Choose(Search how, Goal goal) {
 }
 
 // Two pointers. For each right end the cheapest window is the shortest, because no price is negative, and its left end
-// never moves back: O(n). What is added and taken away again are whole numbers (38 bits for the dearest of 10,000
-// pieces, whose prices have 24), so that no rounding errors are left behind.
+// never moves back: O(n). The sums are of whole numbers (38 bits for the dearest of 10,000 pieces, whose prices have
+// 24), so that no rounding errors are left behind.
 bool Chooser::Window(uint64_t bytes) {
   float dearest = 0;
   for (size_t i = 0; i < n_; ++i) dearest = std::max(dearest, price_[i]);
@@ -150,7 +150,7 @@ double Chooser::Score(size_t piece, bool count_neighbours) const {
   return static_cast<double>(price_[piece]) / static_cast<double>(bytes);
 }
 
-// The piece becomes free and joins the runs beside it. Returns the first and the last piece of what they make.
+// The piece becomes free and joins the runs beside it. Returns the first and the last piece of the joined run.
 std::pair<size_t, size_t> Chooser::Take(size_t piece) {
   size_t left = piece, right = piece;
   price_[piece] = 0;

@@ -1,14 +1,14 @@
-// Which blocks leave so that a request fits: Coop's sliding window, and the searches that it is measured against.
+// Chooses the blocks to evict so that a request fits: Coop's sliding window, and the searches that it is measured
+// against.
 //
 // Words:
-//   price    what making a live block free costs: cost / staleness^exponent, both from the policies, evaluated here
-//   when
-//            somebody asks, so that ageing costs nothing. A block without a price is pinned
-//   piece    a block or a run as a search sees it: bytes and price; a run's is 0, and of the last run only what lies
-//            below the limit counts
+//   price    cost of making a live block free: cost / staleness^exponent, both from the policies, evaluated in a
+//   search,
+//            so that ageing costs nothing. A block without a price is pinned
+//   piece    a block or a run in a search: bytes and price; a run's is 0, and of the last run only the part below the
+//            limit counts
 //   window   pieces next to each other, none pinned, whose bytes are enough. A run at its end may be longer than
-//   needed:
-//            what is free costs nothing
+//            needed: free bytes cost nothing
 //
 // Sources: the window is Coop's (Zhang et al., NeurIPS 2023); `by score` is DTR's loop, evict the cheapest per byte
 // until it fits; `dte` is the same with the free bytes beside a block counted as its own (Dynamic Tensor Evictor,
@@ -30,7 +30,7 @@ enum class Search : int { kScore = 0, kDte = 1, kWindow = 2 };
 
 class Chooser {
  public:
-  // What must be true afterwards.
+  // The conditions that must hold afterwards.
   struct Goal {
     uint64_t bytes;   // of them so many free in one run; 0: no run is asked for
     uint64_t needed;  // freed in all

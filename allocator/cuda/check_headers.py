@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compiles what faces torch (CUDA's allocator and the pager) against the headers of several releases of torch.
+"""Compiles the sources that include torch's headers (CUDA's allocator and the pager) against the headers of several
+releases of torch.
 
     python allocator/cuda/check_headers.py 2.11.0 2.13.0
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALLOCATOR = ROOT / "allocator"
 UNITS = {"CUDA's allocator": ALLOCATOR / "cuda" / "plugin.cpp", "pager": ALLOCATOR / "pager" / "pager.cpp"}
 KEPT = ROOT / "build" / "headers"
-# What a build without CUDA leaves out of its headers; all that it says in a build with it.
+# A header that a build without CUDA leaves out; this is all of its text in a build with it.
 MACROS = Path("c10/cuda/impl/cuda_cmake_macros.h")
 MACROS_TEXT = "#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n"
 
@@ -38,7 +39,7 @@ def compiler() -> str | None:
 
 
 def cuda_headers() -> Path | None:
-    """A folder with CUDA's runtime headers and what they include, or None."""
+    """A folder with CUDA's runtime headers and the headers that they include, or None."""
     places = [Path(place) for place in (*site.getsitepackages(), sysconfig.get_paths()["purelib"])]
     candidates = [place / "nvidia" / name / "include" for place in places for name in ("cu13", "cuda_runtime")]
     candidates += [place / "triton" / "backends" / "nvidia" / "include" for place in places]
@@ -51,7 +52,7 @@ def cuda_headers() -> Path | None:
 
 
 def torch_version(include: Path) -> tuple[int, int]:
-    """Of the torch whose headers these are."""
+    """The version of the torch that has these headers."""
     for name in ("torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"):
         if (include / name).is_file():
             text = (include / name).read_text()

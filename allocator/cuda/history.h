@@ -1,4 +1,4 @@
-// torch.cuda.memory._record_memory_history: a ring of what was allocated and freed, and where live blocks come from.
+// torch.cuda.memory._record_memory_history: a ring of allocations and frees, and the stacks that allocated live blocks.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -23,7 +23,7 @@ using ContextRef = std::shared_ptr<c10::GatheredContext>;
 
 class History {
  public:
-  // One atomic read: nobody pays for what is off.
+  // One atomic read, so that recording costs nothing while it is off.
   bool on() const { return on_.load(std::memory_order_relaxed); }
   bool recording() const { return recording_.load(std::memory_order_relaxed); }
 
@@ -78,7 +78,7 @@ class History {
     return found != origins_.end() ? found->second : nullptr;
   }
 
-  // Of one device, oldest first, at the times of the wall clock.
+  // Entries of one device, oldest first, at the times of the wall clock.
   std::vector<TraceEntry> Entries(c10::DeviceIndex device) {
     std::vector<TraceEntry> out;
     {

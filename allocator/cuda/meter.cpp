@@ -5,7 +5,7 @@
 namespace memmgr {
 namespace {
 
-constexpr size_t kSmallLimit = 8 << 10;  // of core/arena.h: what lies in the small-block area
+constexpr size_t kSmallLimit = 8 << 10;  // of core/arena.h: a block at most this large lies in the small-block area
 
 }  // namespace
 
@@ -66,7 +66,7 @@ void Meter::SamplePages() {
   mm_device_stats_get(device_, &device_now);
   const int64_t grown = static_cast<int64_t>(arena_now.committed_bytes) - reserved_.current;
   grown >= 0 ? reserved_.Add(grown) : reserved_.Take(-grown);
-  // The arena keeps a peak of its own, which a budget's passes reset: it counts once it differs from what it was when
+  // The arena keeps a peak of its own, which a budget's passes reset: it counts once it differs from its value when
   // ours was reset.
   const auto arena_peak = static_cast<int64_t>(arena_now.committed_peak_bytes);
   if (arena_peak != arena_peak_at_reset_) {

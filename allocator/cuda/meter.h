@@ -1,5 +1,5 @@
-// What torch.cuda.memory_stats and memory_snapshot show of one device's memory, and the limits on it. Knows no torch,
-// so that it runs in tests on a double of the driver.
+// The figures of torch.cuda.memory_stats and memory_snapshot for one device, and the limits on its memory. Knows no
+// torch, so that it runs in tests on a double of the driver.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace memmgr {
 
-// torch's four figures: now, the highest since the last reset of peaks, and the sums of what came and went since the
+// torch's four figures: now, the highest since the last reset of peaks, and the sums of allocations and frees since the
 // last reset of sums.
 struct Count {
   int64_t current, peak, allocated, freed;
@@ -57,7 +57,7 @@ class Meter {
   MemoryStats Stats();
   void ResetPeaks();
   void ResetSums();
-  // Two atomic reads' worth: what torch's profiler is told with every block.
+  // As cheap as two atomic reads: torch's profiler gets it with every block.
   int64_t live_bytes();
 
   // The arena's budget is the lower one of `budget_bytes` and of the share of the device that the program allows itself
@@ -66,13 +66,13 @@ class Meter {
   void SetFraction(double fraction);
   double fraction();
   uint64_t total_bytes() const { return total_bytes_; }
-  // What the share allows; MM_UNLIMITED.
+  // The bytes that the share allows, or MM_UNLIMITED.
   uint64_t allowed_bytes();
 
   std::vector<Segment> Segments() const;
 
  private:
-  // `allocated` is not kept: it is what is there, less what was, plus what went.
+  // `allocated` is not kept: it is the present value, less the value at the reset, plus the frees.
   struct Tally {
     int64_t current = 0, peak = 0, freed = 0, at_reset = 0;
     void Add(int64_t amount) {
@@ -101,8 +101,8 @@ class Meter {
   uint64_t total_bytes_ = 0;
   std::mutex lock_;  // a leaf but for those of the core
   Row rows_[kPools];
-  // Of pages: seen whenever the blocks reach a new peak, and at every look. What came and went between two looks is not
-  // in the sums.
+  // Figures of pages: updated whenever the blocks reach a new peak, and at every query. Pages that were mapped and
+  // unmapped between two queries are not in the sums.
   Tally reserved_;
   int64_t arena_peak_at_reset_ = 0, pages_peak_ = 0;
   uint64_t maps_ = 0, unmaps_ = 0, maps_at_reset_ = 0, unmaps_at_reset_ = 0;

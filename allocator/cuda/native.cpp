@@ -1,13 +1,13 @@
-// torch's own caching allocator under a budget: for who used CUDA before the import, and who asks for it. Part of
+// torch's own caching allocator under a budget: for programs that used CUDA before the import, and on request. Part of
 // plugin.cpp's unit.
 //
-// The limit is torch's: its memory fraction, so what it reserves never passes the budget. On every miss of its cache
-// torch calls a FreeMemoryCallback before it grows, without saying for how much. The door does: it stands in torch's
-// place, hands everything on, and remembers what its thread asks for. Where growing would pass the limit the callback
-// throws, so that torch's lock is free when the door asks the pager who may leave, and then tries again.
+// The limit is torch's: its memory fraction, so its reserved memory never exceeds the budget. On every miss of its
+// cache torch calls a FreeMemoryCallback before it grows, without the size of the request. The door adds it: it is
+// installed in torch's place, hands every call on, and remembers its thread's request. Where growing would pass the
+// limit the callback throws, so that torch's lock is free when the door calls the pager to evict, and then tries again.
 //
-// What torch hands out and takes back its trace trackers tell, under its lock; the device's memory here (an arena that
-// stays empty) keeps the sum and the streams that use a block (mm_device_lend).
+// torch's trace trackers report allocations and frees, under its lock; the device's memory here (an arena that stays
+// empty) keeps the sum and the streams that use a block (mm_device_lend).
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <torch/headeronly/version.h>
 
@@ -24,13 +24,13 @@ class Native {
   struct Place {
     mm_device* memory = nullptr;
     std::atomic<uint64_t> reserved{0}, budget{MM_UNLIMITED}, told{0};
-    std::atomic<double> users_fraction{1};  // what the program has set
+    std::atomic<double> users_fraction{1};  // the fraction that the program has set
     uint64_t total = 0;
   };
-  // What this thread asks torch's allocator for now.
+  // This thread's request to torch's allocator.
   struct Request {
     uint64_t bytes;
-    bool may_grow;  // past the limit: torch then gives back what it caches, and fails
+    bool may_grow;  // past the limit: torch then frees its cache, and fails
   };
   struct NoRoom {};
 
@@ -72,7 +72,7 @@ class Native {
     return place;
   }
 
-  // Of the budget, and what the program allows itself.
+  // The lower of the budget and the program's own limit.
   uint64_t Limit(const Place& place) const {
     const uint64_t budget = place.budget.load(std::memory_order_relaxed);
     return std::min(budget, static_cast<uint64_t>(place.users_fraction * static_cast<double>(place.total)));
@@ -100,7 +100,7 @@ class Native {
                                                          : torchs->getMemoryFraction(ordinal_of(ordinal));
   }
 
-  // What is cached past the limit goes back to the device.
+  // Cached memory past the limit goes back to the device.
   void Trim(int ordinal) {
     Place* place = At(ordinal);
     if (place && place->reserved.load() > Limit(*place)) torchs->emptyCache({0, 0});
@@ -119,8 +119,8 @@ class Native {
     return f();
   }
 
-  // `f` allocates with torch's allocator. Who leaves is asked without its lock; where what is free has no run that
-  // fits, torch gives its cache back and grows anew, which waits for the device.
+  // `f` allocates with torch's allocator. The pager is called without its lock. If the free memory has no run that
+  // fits, torch frees its cache and grows anew, which waits for the device.
   template <typename F>
   auto Take(uint64_t bytes, F f) -> decltype(f()) {
     const c10::DeviceIndex ordinal = CurrentDevice();
@@ -163,7 +163,7 @@ class Native {
     return nullptr;
   }
 
-  // FreeMemoryCallback: torch's cache has no block that fits. True: something was let go, look again.
+  // FreeMemoryCallback: torch's cache has no block that fits. True: memory was freed, look again.
   bool Missed() {
     const c10::DeviceIndex ordinal = CurrentDevice();
     const Place* place = At(ordinal);
@@ -176,7 +176,7 @@ class Native {
       if (request->may_grow || room >= Segment(request->bytes)) return false;
       throw NoRoom();
     }
-    // Somebody came past the door, and does not say for how much. The lock is torch's, so once.
+    // A request came past the door, without its size. The lock is torch's, so once.
     const uint64_t share = limit / 8;
     if (room >= share || tl_asking || Capturing(ordinal)) return false;
     return MakeRoom(*asked, share - room) > 0;
@@ -312,7 +312,7 @@ class Door final : public CUDAAllocator {
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
     TheNative().SetFraction(fraction, device);
   }
-  // cudnn chooses kernels by what workspace it could have: a tight budget must not pick others (design §4).
+  // cudnn chooses kernels by the workspace that it could have: a tight budget must not change the choice.
   void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
     const Native::Place* place = TheNative().At(device);
     if (!place) return torchs().cacheInfo(device, largest);

@@ -1,9 +1,9 @@
 // CUDA's allocator in torch: every block of every device comes from memmgr's arenas, unlimited until a budget opens,
-// and whatever a script may ask torch.cuda about its memory is answered.
+// and every query of torch.cuda about its memory is answered.
 //
 // Compiled on the user's machine for the torch that is installed there (memmgr/_cuda.py). One translation unit; links
-// c10 and c10_cuda; no Python. The devices' memory is the core's (memmgr/device.h); what an allocation under a budget
-// does is the pager's (memmgr/plugin.h). Long: one subclass with an answer for each of torch's virtual functions.
+// c10 and c10_cuda; no Python. The devices' memory is the core's (memmgr/device.h); the pager decides about an
+// allocation under a budget (memmgr/plugin.h). Long: one subclass with an answer for each of torch's virtual functions.
 #include "memmgr/plugin.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -185,7 +185,7 @@ class Allocator final : public CUDAAllocator {
 
   using CUDAAllocator::recordStream;
   void recordStream(const c10::DataPtr& data, CUDAStream stream) override {
-    Meter* meter = data.get() ? OwnerOf(data.get()) : nullptr;  // else another process's, or somebody's own
+    Meter* meter = data.get() ? OwnerOf(data.get()) : nullptr;  // else another process's, or from another allocator
     if (meter) mm_device_used(meter->device(), data.get(), stream.stream());
   }
 
@@ -211,8 +211,8 @@ class Allocator final : public CUDAAllocator {
     At(ordinal).SetFraction(fraction);
   }
 
-  // cudnn chooses kernels by what workspace it could have. The answer is the same however full the budget is: a tight
-  // one must not pick other kernels (design §4).
+  // cudnn chooses kernels by the workspace that it could have. The answer does not depend on how full the budget is: a
+  // tight one must not change the choice.
   void cacheInfo(c10::DeviceIndex ordinal, size_t* largest) override { *largest = At(ordinal).total_bytes(); }
 
   void* getBaseAllocation(void* p, size_t* bytes) override {
@@ -387,7 +387,7 @@ class Allocator final : public CUDAAllocator {
       (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(p));
   }
 
-  // An error that stays: no memory is what it looks like here, and not what it is.
+  // A sticky error: it looks like a lack of memory here, but is not.
   static void FailIfBroken(Meter& meter, c10::DeviceIndex ordinal) {
     char why[256] = "";
     const int error = mm_device_broken(meter.device(), why, sizeof why);

@@ -1,4 +1,5 @@
 // Coming back: made again, read back or unpacked, by whoever touches the cell.
+#include <cerrno>
 #include <cstring>
 #include <optional>
 
@@ -16,11 +17,12 @@
 namespace memmgr::pager {
 
 bool sum_agrees(Cell* c, const void* data) {
-  return !c->checksum.taken() || c->pool->sum(data, c->nbytes) == c->checksum.value();
+  return sample_agrees(c, data) && (!c->checksum.taken() || c->pool->sum(data, c->nbytes) == c->checksum.value());
 }
 
 void check_sum(Cell* c, const void* data) {
   if (sum_agrees(c, data)) return;
+  if (has_file_copy(c) && c->absence == Absence::kOffloaded) throw_file_failed(c, ESTALE);
   bool untried = false;
   if (c->absence == Absence::kEvicted) {
     std::lock_guard<std::mutex> lock(graph_lock());
@@ -96,13 +98,14 @@ void bring_back(Cell* c) {
       {
         std::optional<FilledByTier> filled;
         if (absence != Absence::kPacked) filled.emplace();
-        bytes = c->pool->allocate(c->nbytes);
+        bytes = allocate_for(c);
       }
       if (absence == Absence::kPacked) {
         mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
       } else {
         const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
         if (wrong < 0) {
+          if (has_file_copy(c)) throw_file_failed(c, -wrong);
           note_tier_error(-wrong);
           TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
                       " bytes back: ", std::strerror(-wrong),

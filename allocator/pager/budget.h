@@ -34,6 +34,7 @@ struct Options {
   bool may_offload = true;
   bool torture = false;  // everything leaves after every op
   bool verify = false;   // every cell that comes back meets its checksum
+  bool prefetch = true;  // bytes may come back before an op needs them
   uint32_t sample = 64;  // otherwise one in so many
   Order order = Order::kDtr;
   int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of leaving
@@ -48,6 +49,7 @@ struct Budget {
   Pool* pool = nullptr;             // one a device; budgets follow one another on it
   mm_arena* arena = nullptr;        // its
   mm_tier* tier = nullptr;
+  bool tier_writes = false;  // else it reads files that are lent to it, and no more
   Options options;
 
   std::mutex& error_lock = taken_by_forks(new std::mutex);
@@ -75,5 +77,7 @@ uint64_t ticks();
 double seconds_of_ticks(uint64_t n);
 // For tests: each look at the clock takes so many ticks, and nothing else does; 0: the machine's time again.
 void count_ticks(uint64_t step);
+// For tests: both clocks are this one, before the first budget of the process. It may take no lock.
+void read_clock(uint64_t (*nanoseconds)());
 
 }  // namespace memmgr::pager

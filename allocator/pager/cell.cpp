@@ -1,10 +1,12 @@
 #include "cell.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/ScopeExit.h>
 
 #include <cstring>
 
 #include "budget.h"
+#include "escape.h"
 #include "fork.h"
 #include "names.h"
 #include "pools/pool.h"
@@ -74,7 +76,7 @@ void count_root_locked(Cell* c) {
   const Version* v = c->version;
   // Once it is written, what was filled has no recipe any more: a budget without a tier needs room for it then.
   const bool made_again = v && v->recipe ? !v->recipe->filled : v && v->presumed;
-  set_root_locked(c, !c->small && v && !v->temporary && !made_again);
+  set_root_locked(c, !c->small && v && !v->temporary && !made_again && !has_file_copy(c));
 }
 
 uint64_t moved_by_ended[kPurposes];
@@ -102,23 +104,34 @@ void Trash::end() {
     if (budget.tier) mm_tier_free(budget.tier, slot);
   slots.clear();
   bytes.clear();
+  ranges.clear();
 }
 
 // ---- storages and their cells ----
 
+static bool of_pool(const c10::StorageImpl* s) {
+  return budget.pool && pointer_of(s).get_deleter() == budget.pool->deleter();
+}
+
 static uint64_t next_serial = 1;
 
 uint64_t serial_of_next_locked() { return next_serial; }
+
+// How far behind the beginning of its block the bytes lie.
+static uintptr_t lead_of(const at::DataPtr& p) {
+  return reinterpret_cast<uintptr_t>(p.get()) - reinterpret_cast<uintptr_t>(p.get_context());
+}
 
 bool adoptable(const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
   const Pool* pool = budget.pool;
   if (!p.get() || !pool || budget.forked || p.device().type() != pool->device.type()) return false;
   if (!pool->on_host() && p.device().index() != pool->device.index()) return false;
+  if (s->sym_nbytes().is_heap_allocated() || s->nbytes() == 0) return false;
   const auto deleter = p.get_deleter();
-  if (deleter != pool->deleter() && !(pool->on_host() && deleter == c10::GetDefaultCPUAllocator()->raw_deleter()))
-    return false;
-  return p.get_context() == p.get() && !s->sym_nbytes().is_heap_allocated() && s->nbytes() > 0;
+  if (deleter == pool->deleter()) return lead_of(p) < kLine;
+  if (!pool->on_host()) return false;
+  return deleter == c10::GetDefaultCPUAllocator()->raw_deleter() ? lead_of(p) == 0 : is_mapped(s);
 }
 
 void grows_in_pool(c10::StorageImpl* s) {
@@ -127,6 +140,21 @@ void grows_in_pool(c10::StorageImpl* s) {
 }
 
 Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
+  if (C10_UNLIKELY(!of_pool(s) && is_mapped(s))) {
+    bool shared = share_mapping(s);
+    for (Cell* c; adoptable(s); shared |= share_mapping(s)) {  // another one may have been made over these bytes
+      {
+        std::lock_guard<std::mutex> lock(graph_lock());
+        c = adopt_locked(s, pins + shared, ticks());
+      }
+      if (!c) continue;
+      if (shared) {  // pinned, it is in the mapping until then
+        const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
+        escape(c, Escape::kSlice);
+      }
+      return c;
+    }
+  }
   std::lock_guard<std::mutex> lock(graph_lock());
   return adopt_locked(s, pins, ticks());
 }
@@ -137,6 +165,8 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
     return c;
   }
   if (!known_adoptable && !adoptable(s)) return nullptr;
+  const bool mapped = !of_pool(s) && is_mapped(s);
+  if (C10_UNLIKELY(mapped) && !may_begin_range_locked(s)) return nullptr;
   grows_in_pool(s);
   at::DataPtr& p = pointer_of(s);
   Cell* c = cell_memory().make_locked();
@@ -155,6 +185,10 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   auto&& context = p.move_context();
   const auto deleter = context.get_deleter();
   c->bytes = at::DataPtr(p.get(), context.release(), deleter, p.device());
+  if (C10_UNLIKELY(mapped))
+    begin_range_locked(c);
+  else
+    c->lead = static_cast<uint8_t>(lead_of(c->bytes));
   note_home(c);
   name_adopted_locked(c, s);
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
@@ -162,6 +196,13 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   count_root_locked(c);
   watch_writes(c);
   if (!c->small) resident_cell_bytes += c->nbytes;
+  if (C10_UNLIKELY(mapped) && pins == 0 && begins_away_locked(c)) {
+    c->state.store(kAbsent);
+    c->absence = Absence::kOffloaded;
+    c->outside = false;
+    go_away_locked(c, s);
+    return c;
+  }
   if (c->outside) {
     mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
     counters.adopted++;
@@ -179,6 +220,11 @@ void forget_bytes_locked(Cell* c, Trash* trash) {
   } else {
     if (!c->small) resident_cell_bytes -= c->nbytes;
     if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
+  }
+  if (C10_UNLIKELY(c->range != nullptr)) {
+    c->range->clean = has_file_copy(c) && in_mapping(c);
+    if (in_mapping(c)) c->range->home = std::move(c->bytes);
+    trash->ranges.push_back(end_range_locked(c));
   }
   trash->bytes.push_back(std::move(c->bytes));
   c->bytes.clear();
@@ -243,6 +289,7 @@ void unadopt(Cell* c) {
   context.release();
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c->bytes.release_context(), deleter);
   name_unadopted_locked(c, s.get());
+  if (c->range) trash.ranges.push_back(end_range_locked(c));
   cancel_write_locked(c, &trash);
   if (c->slot >= 0) trash.slots.push_back(c->slot);
   unregister_locked(c);
@@ -367,6 +414,39 @@ bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* tr
   c->absence = Absence::kNone;
   c->checksum = Checksum();
   return end_move_locked(c, false);
+}
+
+at::DataPtr go_away_locked(Cell* c, c10::StorageImpl* s) {
+  if (s) {
+    name_leaving_locked(c);
+    show_bytes(s, nullptr, c);
+  }
+  at::DataPtr bytes;
+  if (C10_UNLIKELY(in_mapping(c)))
+    c->range->home = std::move(c->bytes);
+  else
+    bytes = std::move(c->bytes);
+  c->bytes.clear();
+  resident_cell_bytes -= c->nbytes;
+  if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
+  c->outside = false;
+  mm_arena_note_virtual(c->pool->arena, static_cast<int64_t>(c->nbytes));
+  absent_cells++;
+  return bytes;
+}
+
+static at::DataPtr behind(at::DataPtr block, uint8_t lead) {
+  if (C10_LIKELY(lead == 0) || !block.get()) return block;
+  char* const bytes = static_cast<char*>(block.get()) + lead;
+  const auto deleter = block.get_deleter();
+  const c10::Device where = block.device();
+  return {bytes, block.release_context(), deleter, where};
+}
+
+at::DataPtr allocate_for(const Cell* c) { return behind(c->pool->allocate(c->nbytes + c->lead), c->lead); }
+
+at::DataPtr try_allocate_for(const Cell* c, uint64_t keep_free) {
+  return behind(c->pool->try_allocate(c->nbytes + c->lead, keep_free), c->lead);
 }
 
 void end_move(Cell* c, bool absent) {

@@ -30,6 +30,7 @@
 #include "budget.h"
 #include "checksum.h"
 #include "latest.h"
+#include "mapped.h"
 #include "memmgr/device.h"
 
 namespace memmgr::pager {
@@ -56,6 +57,8 @@ enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice,
 // about.
 enum class Purpose : uint8_t { kOther, kParameter, kGradient, kOptimizerState };
 constexpr size_t kPurposes = 4;
+
+constexpr uintptr_t kLine = 64;  // kernels may ask how an address lies in it
 
 constexpr uint32_t kPinMask = 0x00FFFFFF;
 constexpr uint32_t kDead = 1u << 29;  // the storage has died
@@ -92,12 +95,14 @@ struct Cell {
   // Under the graph's lock.
   WeakStorage storage{StoragePtr()};  // empty: an orphan
   Version* version = nullptr;         // counted, but for an orphan's
+  MappedRange* range = nullptr;       // owned; null: its storage was not mapped from a file
   uint64_t name = 0;                  // its claim (names.h); 0: there is none
   size_t index = 0;                   // in the registry
   uint8_t standing_pins = 0;          // of an escape and of a newborn, part of the pins
   Escape escape = Escape::kNone;
   bool newborn = false;   // nobody has written to it yet: foreign code may, without telling (rule 3)
   uint16_t maker = 0;     // the number of the thread that made it, of a newborn
+  uint8_t lead = 0;       // where in a line of `kLine` bytes its address lies, everywhere that it comes back (rule 1)
   bool outside = false;   // its memory is not the pool's
   bool root = false;      // counted among root_bytes
   bool small = false;     // counted, never paged: it is a cell only because a recipe names it
@@ -108,13 +113,17 @@ struct Cell {
   int32_t queued_at = -1;    // among the victims (victims.cpp)
   uint32_t period = 0;       // in which the timeline met it last, and its number there (timeline.cpp)
   uint32_t ordinal = 0;
-  uint32_t in_turn = 0;  // its place in the order of a loop's turn, from 1; 0: none (order.cpp)
+  uint32_t in_turn = 0;  // where it is touched next, in places from 1 on; 0: not known (order.cpp)
 
   uint16_t held = 0;             // pins of works, of DDP's reducer and of readers that outlive their call
   bool counted_as_held = false;  // counted among held_bytes
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
 };
+
+inline bool in_mapping(const Cell* c) { return c->range && c->bytes.get() == c->range->begin; }
+// Its copy below is the file itself.
+inline bool has_file_copy(const Cell* c) { return c->range && c->slot >= 0 && c->slot == c->range->lent; }
 
 // One version of a cell's bytes. Guarded by the graph's lock, and so is the count.
 struct Version {
@@ -170,6 +179,7 @@ std::condition_variable& residency_changed();  // told whenever a cell stops bei
 struct Trash {
   c10::SmallVector<at::DataPtr, 2> bytes;
   c10::SmallVector<mm_slot, 2> slots;  // first: one that is being written reads the bytes
+  std::vector<std::unique_ptr<MappedRange>> ranges;
   void end();
   ~Trash() { end(); }
 };
@@ -187,8 +197,13 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
   return p.get_deleter() == &memmgr_pager_end_of_storage ? static_cast<Cell*>(p.get_context()) : nullptr;
 }
 
-// May this storage become a cell: memory of the pool, or of torch's default allocator, that is nobody else's?
+// May this storage become a cell: memory of the pool, of torch's default allocator, or of a private mapping, that is
+// nobody else's?
 bool adoptable(const c10::StorageImpl* s);
+// Too small to be paged, or without bytes: its size is a symbol.
+inline bool is_small(const c10::StorageImpl* s) {
+  return s->sym_nbytes().is_heap_allocated() || s->nbytes() < budget.options.small_bytes;
+}
 // Storages remember who gave them their first bytes, and would ask torch's allocator for more.
 void grows_in_pool(c10::StorageImpl* s);
 // Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.
@@ -252,6 +267,14 @@ void end_bits_locked(Cell* c);
 // The bytes of a cell that the caller has busy are here; ends the move, too.
 // `filled_on`: in whose order they are written.
 bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash);
+// The opposite, for a cell whose absence is set: the storage has no bytes any more. Returns the owner of their memory;
+// it is empty if they lie in a mapping, whose pages the caller drops. The move goes on. `s` is null for an orphan.
+at::DataPtr go_away_locked(Cell* c, c10::StorageImpl* s);
+// Memory of the pool for its bytes, where they lie in a line as they did before.
+at::DataPtr allocate_for(const Cell* c);
+at::DataPtr try_allocate_for(const Cell* c, uint64_t keep_free);
+// The block of the pool that its bytes are in.
+inline const void* block_of(const Cell* c) { return c->bytes.get_context(); }
 
 void stand_pinned_locked(Cell* c);    // one standing pin more
 void stand_unpinned_locked(Cell* c);  // one less

@@ -51,7 +51,7 @@ Follower& follower() {
   return *f;
 }
 
-std::atomic<bool> leading{false};
+std::atomic<bool> leading{false}, foretelling{false};
 
 size_t at_or_after(const std::vector<PlanRow>& rows, uint32_t position) {
   return static_cast<size_t>(std::lower_bound(rows.begin(), rows.end(), position,
@@ -62,6 +62,7 @@ size_t at_or_after(const std::vector<PlanRow>& rows, uint32_t position) {
 void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
   f.leads = plan;
   leading = plan != nullptr;
+  foretelling = false;
   if (!plan) {
     f.going.clear();
     f.gone.clear();
@@ -246,6 +247,7 @@ void has_been_read_locked(const Recipe* r) {
 }
 
 bool plan_leads() { return leading.load(std::memory_order_relaxed); }
+bool plan_foretells() { return foretelling.load(std::memory_order_relaxed); }
 
 // Several may begin with the same ops, and what one does before they part would be done for the others. The one that
 // has come after this period before is likely to come again.
@@ -258,10 +260,8 @@ void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
       std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.after == before && fits(p); });
   if (found == f.plans.end()) found = std::find_if(f.plans.begin(), f.plans.end(), fits);
   f.decided = true;
-  if (found == f.plans.end())
-    lead_locked(f, nullptr, position);
-  else
-    lead_locked(f, &*found, position);
+  lead_locked(f, found == f.plans.end() ? nullptr : &*found, position);
+  foretelling = f.leads && f.leads->hashes.back() == before;
 }
 
 void follow_before(uint32_t position) {

@@ -39,6 +39,8 @@ void add_plan(FollowedPlan plan);
 void drop_plans();
 // A plan leads in this period, as far as it has come.
 bool plan_leads();
+// And the period before was the plan's, too: it knows the cells that live on.
+bool plan_foretells();
 
 // A recipe has run for others of its group: what waited for that departs.
 void has_been_read_locked(const Recipe* r);

@@ -6,6 +6,7 @@
 
 #include "admission.h"
 #include "budget.h"
+#include "fixed.h"
 #include "hold.h"
 #include "pools/pool.h"
 #include "reclaim.h"
@@ -17,6 +18,12 @@ namespace memmgr::pager {
 Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
   const uint64_t nbytes = s->nbytes();
   if (pointer_of(s).get_deleter() == budget.pool->deleter() || nbytes < budget.options.small_bytes) return adopt(s);
+  Cell* made = nullptr;
+  with_room(nbytes, may_wait, [&] { made = adopt(s); });
+  return made;
+}
+
+void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
   const Depth depth;  // else it would wait for itself: who runs alone is counted
   std::optional<Admitted> alone;
   for (int pauses = 0;;) {
@@ -26,7 +33,7 @@ Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
       bool may_leave = true;
       for (int i = 0; may_leave; ++i) {
         const uint64_t shortage = mm_arena_shortage(budget.arena);
-        if (shortage == 0) return adopt(s);
+        if (shortage == 0) return take();
         may_leave = reclaim_callback(budget.pool, shortage, nbytes, i);
       }
     }
@@ -59,7 +66,12 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
     grows_in_pool(s);  // set_ lets a storage grow that it only reads
-    if (!adopts_ || !adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
+    if (!adopts_) return;
+    if (is_small(s)) {
+      if (C10_UNLIKELY(is_mapped(s))) share_mapping(s);
+      return;
+    }
+    if (!adoptable(s)) return count_fixed_in_budget(s, may_wait_);
     c = adopt_in_budget(s, may_wait_);
     if (!c) return;
   }
@@ -92,7 +104,7 @@ void Frame::pin_all() {
   try {
     for (const Touched& t : cells_) bring_back(t.cell);
   } catch (const c10::OutOfMemoryError&) {
-    if (!budget.tier || !one_by_one()) throw;
+    if (!budget.tier_writes || !one_by_one()) throw;
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/record_function.h>
 #include <Python.h>
+#include <c10/util/ScopeExit.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,6 +19,7 @@
 #include "elsewhere.h"
 #include "escape.h"
 #include "exports.h"
+#include "fixed.h"
 #include "foreign.h"
 #include "fork.h"
 #include "frame.h"
@@ -25,6 +27,7 @@
 #include "hold.h"
 #include "hooks.h"
 #include "kernel.h"
+#include "mapped.h"
 #include "module_plans.h"
 #include "module_ranking.h"
 #include "objects.h"
@@ -87,15 +90,15 @@ StoragePtr storage_of(PyObject* o) {
 namespace {
 
 PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle",   "small_bytes", "may_evict",
-                                "may_offload", "torture", "verify",     "order",      "search",      "remap",
-                                "apart",       "device",  "driver",     "host_bytes", nullptr};
+  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
+                                "may_offload", "torture", "verify",     "prefetch", "order",       "search",
+                                "remap",       "apart",   "device",     "driver",   "host_bytes",  nullptr};
   unsigned long long limit, disk_bytes, throttle, small_bytes, host_bytes;
   const char *folder, *device, *driver;
-  int may_evict, may_offload, torture, verify, order, search, remap, apart;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKppppiiipszK", const_cast<char**>(names), &limit, &folder,
+  int may_evict, may_offload, torture, verify, prefetch, order, search, remap, apart;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKpppppiiipszK", const_cast<char**>(names), &limit, &folder,
                                    &disk_bytes, &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify,
-                                   &order, &search, &remap, &apart, &device, &driver, &host_bytes))
+                                   &prefetch, &order, &search, &remap, &apart, &device, &driver, &host_bytes))
     return nullptr;
   return guarded([&]() -> PyObject* {
     TORCH_CHECK(!budget.forked,
@@ -109,16 +112,22 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     if (pool->on_host() && folder && may_offload) {
       budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
       if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
-    } else if (!pool->on_host() && host_bytes && may_offload) {
+    } else if (pool->on_host()) {
+      budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
+    } else if (host_bytes && may_offload) {
       budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
       if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
     }
+    budget.tier_writes = budget.tier && !(pool->on_host() && !(folder && may_offload));
+    learn_mapped();
     Options o;
     o.small_bytes = small_bytes;
     o.may_evict = may_evict;
     o.may_offload = may_offload;
     o.torture = torture;
     o.verify = verify;
+    o.prefetch = prefetch;
     o.order = static_cast<Order>(order);
     o.search = pool->places() ? search : -1;
     o.remap = remap;
@@ -175,6 +184,9 @@ std::vector<WeakStorage>& former_cells() {
   return *f;
 }
 
+// Bytes that go back to a mapping are in memory twice until the pool's pages are given back.
+constexpr uint64_t kTrimEach = uint64_t{32} << 20;
+
 // close(): brings everything back, takes the cells off their storages, closes the tier.
 PyObject* py_close(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
@@ -201,15 +213,25 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     auto cells = all_cells();
     Py_BEGIN_ALLOW_THREADS;
+    uint64_t moved = 0;
+    for (auto& [c, s] : cells) {  // first, so that the pool's memory is free when the others come back
+      if (!c->resident() || !return_to_mapping(c)) continue;
+      if ((moved += c->nbytes) < kTrimEach) continue;
+      mm_arena_trim(budget.arena, 0);
+      moved = 0;
+    }
+    if (moved) mm_arena_trim(budget.arena, 0);
     for (auto& [c, s] : cells) {
       if (c->given_up) continue;  // whoever reads it is told; this budget has lost nothing
-      pin(c, ticks());
       try {
+        if (return_to_mapping(c)) continue;
+        pin(c, ticks());
+        const auto unpinned = c10::make_scope_exit([c = c] { unpin(c); });
         bring_back(c);
       } catch (...) {
         wrong = std::current_exception();
       }
-      unpin(c);
+      return_to_mapping(c);
     }
     forget_works();
     exhume();
@@ -229,6 +251,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       wrong = std::make_exception_ptr(std::runtime_error("memmgr: an op of another thread has not ended for a minute"));
     Py_END_ALLOW_THREADS;
     staying.reset();
+    forget_fixed();
     cells = all_cells();  // with those that were born meanwhile
     cut_recipes(true);
     for (auto& [c, s] : cells)
@@ -252,6 +275,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       finish_transfers();
       mm_tier_close(budget.tier);
       budget.tier = nullptr;
+      budget.tier_writes = false;
     }
     if (wrong) std::rethrow_exception(wrong);
     Py_RETURN_NONE;
@@ -276,11 +300,12 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
 PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
   const bool gradients = elsewhere() != Elsewhere::kGradients;
-  std::vector<StoragePtr> found;
+  std::vector<StoragePtr> found, others;
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    if (adoptable(s) && s->nbytes() >= budget.options.small_bytes) found.push_back(StoragePtr::reclaim_copy(s));
+    if (is_small(s)) return;
+    (adoptable(s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors, i);
@@ -297,6 +322,7 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
+  for (const StoragePtr& s : others) count_fixed(s.get());
   return PyLong_FromUnsignedLongLong(bytes);
 }
 
@@ -326,6 +352,13 @@ PyObject* py_set_errors(PyObject*, PyObject* args) {
   Py_XSETREF(torchs_error, Py_NewRef(torchs));
   Py_XSETREF(make_budget_error, Py_NewRef(make));
   Py_XSETREF(recompute_error, Py_NewRef(wrong));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_read_clock(PyObject*, PyObject* o) {
+  void* address = PyLong_AsVoidPtr(o);
+  if (PyErr_Occurred()) return nullptr;
+  read_clock(reinterpret_cast<uint64_t (*)()>(address));
   Py_RETURN_NONE;
 }
 
@@ -370,6 +403,7 @@ PyMethodDef methods[] = {
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
+    {"read_clock", py_read_clock, METH_O, "the clock is the function at this address (for tests)"},
     {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
     {"set_link", py_set_link, METH_VARARGS, "seconds a byte to the tier, one way; and of a CPU"},
     {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},

@@ -5,6 +5,7 @@
 
 #include "budget.h"
 #include "captures.h"
+#include "fixed.h"
 #include "foreign.h"
 #include "hold.h"
 #include "module.h"
@@ -143,6 +144,11 @@ PyObject* py_stats(PyObject*, PyObject*) {
   put(d, "remapped_bytes", a.remapped_bytes);
   put(d, "resident_cell_bytes", resident_cell_bytes.load());
   put(d, "escaped_bytes", escaped_bytes.load());
+  put(d, "mapped_bytes", mapped_bytes());
+  const FixedBytes fixed = fixed_bytes();
+  put(d, "fixed_bytes.library", fixed.of[static_cast<size_t>(Owner::kLibrary)]);
+  put(d, "fixed_bytes.shared", fixed.of[static_cast<size_t>(Owner::kShared)]);
+  put(d, "fixed_bytes.mapped_file", fixed.of[static_cast<size_t>(Owner::kMappedFile)]);
   put(d, "absent_cells", static_cast<uint64_t>(absent_cells.load()));
   put(d, "recipe_bytes", recipe_bytes.load());
   put(d, "works_in_flight", works_in_flight());

@@ -64,7 +64,7 @@ PyObject* py_arena_stats(PyObject*, PyObject*) {
 
 // tier_stats() -> dict, empty without a tier
 PyObject* py_tier_stats(PyObject*, PyObject*) {
-  if (!budget.tier) return PyDict_New();
+  if (!budget.tier_writes) return PyDict_New();
   mm_tier_stats t{};
   mm_tier_stats_get(budget.tier, &t);
   return figures({{"capacity_bytes", t.capacity_bytes},
@@ -82,7 +82,7 @@ PyObject* py_tier_stats(PyObject*, PyObject*) {
 PyObject* py_tier_probe(PyObject*, PyObject* o) {
   const size_t n = PyLong_AsSize_t(o);
   if (PyErr_Occurred()) return nullptr;
-  if (!budget.tier) Py_RETURN_NONE;
+  if (!budget.tier_writes) Py_RETURN_NONE;
   const bool on_host = budget.pool->on_host();
   const OwnWork own;
   void* p = nullptr;

@@ -103,7 +103,9 @@ PyObject* py_escape(PyObject*, PyObject* args) {
     PyThreadState* saved = PyEval_SaveThread();
     try {
       Cell* c = cell_of(s.get());
-      if (!c && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
+      // The slices of a mapped file become cells. The storage over the whole file does not, unless an op touches it.
+      const bool whole_file = static_cast<Escape>(why) == Escape::kSlice && is_mapped(s.get());
+      if (!c && !whole_file && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
       if (c) escape(c, static_cast<Escape>(why));
     } catch (...) {
       PyEval_RestoreThread(saved);
@@ -167,8 +169,12 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
         ++next;
         Cell* c = cell_of(s.get());
         if (!c && budget.open && written) grows_in_pool(s.get());
-        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes))
-          c = adopt_in_budget(s.get(), tl_depth == 0);
+        if (!c && budget.open && adoptable(s.get())) {
+          if (written || s->nbytes() >= budget.options.small_bytes)
+            c = adopt_in_budget(s.get(), tl_depth == 0);
+          else if (is_mapped(s.get()))
+            share_mapping(s.get());
+        }
         if (!c) continue;
         pin(c, ticks());
         self->cells->emplace_back(c, std::move(s));
@@ -325,6 +331,27 @@ PyObject* py_reducers_listen(PyObject*, PyObject* begin) {
   Py_RETURN_NONE;
 }
 
+// forsake_file(path): it is about to be overwritten
+PyObject* py_forsake_file(PyObject*, PyObject* path) {
+  PyObject* bytes = nullptr;
+  if (!PyUnicode_FSConverter(path, &bytes)) return nullptr;
+  PyObject* result = guarded([&]() -> PyObject* {
+    if (budget.open) {
+      PyThreadState* saved = PyEval_SaveThread();
+      try {
+        forsake_file(PyBytes_AS_STRING(bytes));
+      } catch (...) {
+        PyEval_RestoreThread(saved);
+        throw;
+      }
+      PyEval_RestoreThread(saved);
+    }
+    Py_RETURN_NONE;
+  });
+  Py_DECREF(bytes);
+  return result;
+}
+
 PyObject* py_begin_capture(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyThreadState* saved = PyEval_SaveThread();
@@ -354,6 +381,8 @@ PyMethodDef reader_methods[] = {
      "add_pending(run, tensors): it waits until somebody needs one of these"},
     {"let_slices_wait", py_let_slices_wait, METH_O, "may they from here on? What waits already does not end by this"},
     {"any_away", py_any_away, METH_O, "any_away(tensors): are bytes of one of them not in memory?"},
+    {"forsake_file", py_forsake_file, METH_O,
+     "what is mapped from the file at this path is read: it will be overwritten"},
     {"finish_pending", py_finish_pending, METH_VARARGS, "what was put off and has not run yet runs"},
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, None: the address"},
     {"names_differ", py_names_differ, METH_NOARGS, "has a living storage another name than its address?"},

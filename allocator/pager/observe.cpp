@@ -251,7 +251,7 @@ PyObject* py_memory_map(PyObject*, PyObject* o) {
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       for_each_cell_locked([&](Cell* c) {
-        const void* p = c->bytes.get();
+        const void* p = block_of(c);
         if (c->small || !c->resident() || !p || !mm_arena_owns(budget.arena, p)) return;
         const int what = is_held(c) ? kHeld : c->queued_at >= 0 || c->slot >= 0 ? kLeaving : kMayLeave;
         strip.marks.emplace_back(static_cast<uint64_t>(static_cast<const char*>(p) - base), what);
@@ -325,7 +325,8 @@ PyObject* info_of_storage(const at::Tensor& t) {
   const Cell* c = cell_of(s);
   const bool absent = c && (c->state.load() & kAbsent);
   const void* p = pointer_of(s).get();
-  const bool counted = absent || (c && c->outside) || (budget.pool && p && budget.pool->owns(p));
+  const bool counted =
+      absent || (c && c->outside) || is_counted_as_fixed(s) || (budget.pool && p && budget.pool->owns(p));
   const auto bytes = static_cast<unsigned long long>(s->nbytes());
   return Py_BuildValue("KKKN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(s)), absent ? 0 : bytes,
                        bytes, PyBool_FromLong(counted));

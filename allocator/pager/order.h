@@ -1,26 +1,30 @@
-// The order in which the last whole turn of a loop touched what lives on from turn to turn (weights, mostly). What
-// comes between turns touches it in the same order and has no plan: a prompt, a batch of another length, the turns
-// before there is a plan. There what is away comes back before it is touched, in the room of what was touched last, and
-// malloc lets the same go, since that is what is touched latest (Belady 1966).
+// The order in which cells are touched next, where no plan foretells it: the first passes, lengths that change, a pass
+// that has left its plan. It is known from
+//   - the last whole turn of a loop, or the last pass of a training: the cells that live on (weights, states), as it
+//     touched them;
+//   - in a backward: the cells that its forward touched, the last one first.
+// Cells that are away come back before they are touched, in free room or in that of cells that are touched latest and
+// have a copy below; malloc lets these go first (Belady 1966).
 //
-// Known limitations: a cell that a turn touches more than once has the place of its first touch. Guarded by the graph's
-// lock.
+// Guarded by the graph's lock.
 #pragma once
 
 #include "timeline.h"
 
 namespace memmgr::pager {
 
-// A turn that ends; its cells by ordinal, null: it has died.
+// A turn or a pass that ends; its cells by ordinal, null: it has died.
 void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells);
+// A backward begins. forward: the timeline since the last backward ended; cells: by its ordinals.
+void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& cells);
 void forget_order_locked();
 void forget_in_order_locked(const Cell* c);
 // The program goes through a turn, or what it does may be one; false: nothing is foretold.
 void use_order_locked(bool on);
-// An op has touched the cell with this place (Cell::in_turn).
-void order_is_at_locked(uint32_t place);
+// An op touches a cell that has a place (Cell::in_turn).
+void touch_in_order_locked(Cell* c);
 
-// Until the cell is touched, as the last turn had it; 0: not known, or a plan leads.
+// Until the cell is touched, by its place; 0: not known, or a plan leads.
 uint64_t ticks_until_touch_locked(const Cell* c);
 // So much was touched since the victims were put in order that they no longer are.
 bool order_has_moved_locked();

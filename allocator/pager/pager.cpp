@@ -1,5 +1,6 @@
 // One unit for the compiler: torch's headers are most of the work. Every file also compiles alone (make check-units).
 #include "admission.cpp"
+#include "areas.cpp"
 #include "beat.cpp"
 #include "bring_back.cpp"
 #include "call.cpp"
@@ -9,6 +10,7 @@
 #include "elsewhere.cpp"
 #include "escape.cpp"
 #include "exports.cpp"
+#include "fixed.cpp"
 #include "follow.cpp"
 #include "foreign.cpp"
 #include "fork.cpp"
@@ -20,6 +22,7 @@
 #include "kinds.cpp"
 #include "list_ops.cpp"
 #include "loops.cpp"
+#include "mapped.cpp"
 #include "module.cpp"
 #include "module_figures.cpp"
 #include "module_plans.cpp"

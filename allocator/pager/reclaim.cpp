@@ -13,6 +13,7 @@
 #include "budget.h"
 #include "captures.h"
 #include "elsewhere.h"
+#include "fixed.h"
 #include "follow.h"
 #include "hold.h"
 #include "loops.h"
@@ -235,16 +236,14 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     }
     if (drop) cancel_write_locked(c, &cancelled);
     note_event(drop ? Event::kEvict : Event::kOffload, c->version ? c->version->recipe : nullptr, c->nbytes, 0);
-    if (storage) {
-      name_leaving_locked(c);
-      show_bytes(storage.get(), nullptr, c);
+    const bool pages = in_mapping(c);
+    if (pages) note_sample_locked(c);
+    bytes = go_away_locked(c, storage.get());
+    if (pages) {
+      lock.unlock();
+      drop_pages(*c->range);
+      lock.lock();
     }
-    bytes = std::move(c->bytes);
-    c->bytes.clear();
-    resident_cell_bytes -= c->nbytes;
-    if (c->outside) mm_arena_add_outside(pool->arena, -static_cast<int64_t>(c->nbytes));
-    mm_arena_note_virtual(pool->arena, static_cast<int64_t>(c->nbytes));
-    absent_cells++;
     if (packed) {  // counted once there is room for them; the cell is busy until then
       c->state.fetch_or(kAbsent);
       const Promised promised(pool->arena, packed);
@@ -254,7 +253,6 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       count_bits_locked(c, packed);
     }
     released = nbytes - packed;
-    c->outside = false;
     last = end_move_locked(c, true);
     lock.unlock();
   }
@@ -330,6 +328,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   Wait wait;
   const ScratchStays stays;
   counters.reclaims++;
+  look_for_ended_fixed();
   note_shortage();
   const uint64_t want = need ? need : request;
   poll_transfers();

@@ -152,7 +152,7 @@ class Input {
       if (pinned_->absence == Absence::kEvicted && pinned_->slot < 0) {
         aside_ = rematerialize(pinned_);
       } else {
-        aside_ = pinned_->pool->allocate(pinned_->nbytes);
+        aside_ = allocate_for(pinned_);
         if (pinned_->absence == Absence::kPacked) {
           mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
         } else {

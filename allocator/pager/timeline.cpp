@@ -188,7 +188,7 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
     at = begin_locked(p, info, now);
     for (const Touched& t : frame.cells()) {
       touch_locked(p, t.cell, t.written, false);
-      if (t.cell->in_turn) order_is_at_locked(t.cell->in_turn);
+      if (t.cell->in_turn) touch_in_order_locked(t.cell);
     }
     p.noted.hashes.push_back(p.running);
     position_ = at;
@@ -349,6 +349,8 @@ void turn_period() {
     if (cut) seeker().cut(next_locked(p, false).ops.size(), false);  // a part of a pass is no pass
     p.noted.backwards++;
     if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
+    learn_backward_locked(p.noted, p.live);
+    use_order_locked(true);
   }
   if (cut) end_following();
 }
@@ -358,6 +360,10 @@ Timeline next_period(bool noted) {
   Period& p = period();
   seeker().passed(p.noted.ops.size());
   Timeline ended = next_locked(p, noted);
+  if (noted && !ended.overflow) {
+    learn_order_locked(ended, p.previous);
+    use_order_locked(true);
+  }
   p.asked = noted;
   return ended;
 }

@@ -132,8 +132,10 @@ void note_tier_error(int error) {
 
 bool transfers_under_way() { return under_way.load(std::memory_order_relaxed) > 0; }
 
+size_t writes_under_way_locked() { return transfers().writes.size(); }
+
 bool begin_write_locked(Cell* c) {
-  if (!budget.tier || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
+  if (!budget.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
     return false;
   note_last_use(c);
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
@@ -171,7 +173,8 @@ bool begin_read(Cell* c) {
   Read r{c, {}, {}};
   {
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (nothing_leaves_locked()) return false;  // an op that nobody has seen relies on the trap
+    if (nothing_leaves_locked() || !budget.options.prefetch)
+      return false;  // an op that nobody has seen relies on the trap
     uint32_t expected = kAbsent;
     if (!budget.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
     if (!c->state.compare_exchange_strong(expected, kAbsent | kBusy, std::memory_order_acq_rel)) return true;
@@ -185,7 +188,7 @@ bool begin_read(Cell* c) {
   {
     const OwnWork own;
     const FilledByTier filled;
-    r.bytes = c->pool->try_allocate(c->nbytes, 0);
+    r.bytes = try_allocate_for(c, 0);
   }
   if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
     end_move(c, true);
@@ -277,6 +280,7 @@ bool drop_clean_copies() {
   for_each_cell_locked([&](Cell* c) {
     if (c->state.load() & (kBusy | kAbsent)) return;
     cancel_write_locked(c, &trash);
+    if (has_file_copy(c)) return;
     if (c->slot >= 0) trash.slots.push_back(c->slot);
     c->slot = -1;
   });

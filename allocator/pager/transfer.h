@@ -29,6 +29,7 @@ bool drop_clean_copies();
 // Waits for all of it.
 void finish_transfers();
 bool transfers_under_way();
+size_t writes_under_way_locked();
 
 // What the tier was measured at: seconds a byte of its latest transfers, by direction, and those of a CPU, either way.
 struct Link {

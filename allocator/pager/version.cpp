@@ -144,9 +144,10 @@ void settle_before_write(Cell* c) {
   copy->nbytes = c->nbytes;
   copy->pool = c->pool;
   copy->small = c->small;
+  copy->lead = c->lead;
   try {
     const OwnWork own;
-    copy->bytes = c->pool->allocate(c->nbytes);
+    copy->bytes = allocate_for(copy);
     c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
     if (queues) copy->filled_on = copy->pool->stream();
     note_home(copy);

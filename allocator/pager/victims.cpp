@@ -102,11 +102,11 @@ void push_locked(Cell* c, Way way, uint64_t touched) {
 
 bool may_be_dropped_locked(const Cell* c) {
   const Version* v = c->version;
-  return budget.options.may_evict && v && v->recipe && c->storage._unsafe_get_target() && v->recipe->kind->trusted() &&
-         recipe_available_locked(v->recipe);
+  return budget.options.may_evict && v && v->recipe && c->lead == 0 && c->storage._unsafe_get_target() &&
+         v->recipe->kind->trusted() && recipe_available_locked(v->recipe);
 }
 
-bool may_be_offloaded() { return budget.options.may_offload && budget.tier; }
+bool may_be_offloaded() { return budget.options.may_offload && budget.tier_writes; }
 
 bool may_be_packed_locked(const Cell* c) {
   const Version* v = c->version;
@@ -188,10 +188,9 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
   if (nothing_leaves_locked()) return {};
   std::vector<mm_price> prices;
   for_each_cell_locked([&](Cell* c) {
-    if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(budget.arena, c->bytes.get()))
-      return;
+    if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(budget.arena, block_of(c))) return;
     bool drop;
-    prices.push_back({c->bytes.get(), c, cost_of_leaving_locked(c, &drop),
+    prices.push_back({block_of(c), c, cost_of_leaving_locked(c, &drop),
                       seconds_of_ticks(c->last_touch.load(std::memory_order_relaxed))});
   });
   mm_arena_price(budget.arena, prices.data(), prices.size());
@@ -220,7 +219,7 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
 }
 
 void forget_price_locked(Cell* c) {
-  if (budget.options.search >= 0 && budget.arena && c->bytes.get()) mm_arena_disown(budget.arena, c->bytes.get(), c);
+  if (budget.options.search >= 0 && budget.arena && c->bytes.get()) mm_arena_disown(budget.arena, block_of(c), c);
 }
 
 void forget_victim_locked(Cell* c) {

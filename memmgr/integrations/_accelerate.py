@@ -13,16 +13,17 @@ from ._session import Session
 class MemmgrTracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no types
     """Trains under a budget: `Accelerator(log_with=[MemmgrTracker("12GB"), "tensorboard"])`, and nothing else changes.
 
-    The budget opens in `accelerator.init_trackers`, on the accelerator's device, and closes in `accelerator.end_training`; each
-    process has its own, and the main one says how it went. What `accelerator.log` hands to the trackers behind this one gets
-    `memmgr/peak_gb` (so far, in 10^9 bytes), `memmgr/recompute_percent` and `memmgr/stall_percent` (of the time since the line
-    before). Under `memmgr run` or `MEMMGR_BUDGET` the budget of those counts, and the tracker says so once.
+    The budget opens in `accelerator.init_trackers`, on the accelerator's device, and closes in
+    `accelerator.end_training`; each process has its own, and the main one prints the summary. Lines that
+    `accelerator.log` hands to the trackers after this one get `memmgr/peak_gb` (so far, in 10^9 bytes),
+    `memmgr/recompute_percent` and `memmgr/stall_percent` (of the time since the line before). Under `memmgr run` or
+    `MEMMGR_BUDGET` that budget counts, and the tracker prints that once.
 
     Args:
         limit: as in `memmgr.budget`.
         options: the other arguments of `memmgr.budget`.
 
-    Known limitations: trackers that come before this one see the lines without our figures. A training that ends by an exception
+    Known limitations: trackers before this one see the lines without our figures. A training that ends by an exception
     ends no tracker, so the budget stays open until `finish`, the next `init_trackers`, or the end of the process.
     """
 
@@ -33,18 +34,18 @@ class MemmgrTracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no 
     def __init__(self, limit: int | str | None, **options: Any) -> None:
         super().__init__()
         self._limit, self._options = limit, options
-        self._session = Session(limit, options)  # what is wrong with it is said now
+        self._session = Session(limit, options)  # errors in the options are raised now
 
     @property
     def tracker(self) -> MemmgrTracker:
-        """What `accelerator.get_tracker("memmgr", unwrap=True)` hands out."""
+        """The object that `accelerator.get_tracker("memmgr", unwrap=True)` returns."""
         return self
 
     def stats(self) -> dict[str, Any]:
         """The figures of the training under way, or of the last one."""
         return self._session.stats()
 
-    # -- what the Accelerator calls --
+    # -- called by the Accelerator --
 
     def start(self) -> None:
         """Opens the budget."""
@@ -61,5 +62,5 @@ class MemmgrTracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no 
         self._session.step_begins()
 
     def finish(self, failed: bool = False) -> None:
-        """Closes the budget, and says in a line or two what to change."""
+        """Closes the budget, and prints one or two lines of advice."""
         self._session.close(failed)

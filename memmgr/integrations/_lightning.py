@@ -39,17 +39,17 @@ class MemmgrLightningCallback(Callback):
         self._steps_before = 0
 
     def stats(self) -> dict[str, Any]:
-        """The figures of what is under way, or of what was last."""
+        """The figures of the open budget, or of the last one."""
         return self._session.stats()
 
-    # -- what the Trainer calls --
+    # -- called by the Trainer --
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Opens the budget, before the model goes to its device."""
         self._session.open(speaks=trainer.is_global_zero)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Closes the budget, and says in a line or two what to change."""
+        """Closes the budget, and prints one or two lines of advice."""
         self._session.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -57,7 +57,7 @@ class MemmgrLightningCallback(Callback):
         self._session.close(failed=True)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The shares are of batches: not of what validation and checkpoints take."""
+        """The shares are of batches: the time of validation and checkpoints is not in them."""
         self._steps_before = trainer.global_step
         self._session.step_begins()
 

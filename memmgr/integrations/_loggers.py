@@ -1,4 +1,4 @@
-"""Whatever takes numbers by their names: TensorBoard, W&B, MLflow, the loggers of Lightning, accelerate's trackers."""
+"""Loggers that take numbers by name: TensorBoard, W&B, MLflow, the loggers of Lightning, accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from memmgr.observe.interval import Interval
 
 
 class Scalars(Protocol):
-    """What of `torch.utils.tensorboard.SummaryWriter` is used."""
+    """The method that is used of `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
         """Notes one number."""
 
 
 class Metrics(Protocol):
-    """What of the module `mlflow`, or of a logger of Lightning, is used."""
+    """The method that is used of the module `mlflow`, or of a logger of Lightning."""
 
     def log_metrics(self, metrics: dict[str, float], /, step: int) -> Any:
         """Notes numbers."""
 
 
 class Log(Protocol):
-    """What of a run of W&B, or of an `Accelerator`, is used."""
+    """The method that is used of a run of W&B, or of an `Accelerator`."""
 
     def log(self, data: dict[str, float], /, step: int) -> Any:
         """Notes numbers."""
@@ -36,28 +36,28 @@ _intervals: WeakKeyDictionary[object, dict[int, Interval]] = WeakKeyDictionary()
 
 
 def log_stats(writer: Scalars | Metrics | Log, step: int, prefix: str = "memmgr/") -> None:
-    """Writes the figures of the open budget, or of the last one, to whatever is handed over.
+    """Writes the figures of the open budget, or of the last one, to a logger.
 
     These are `peak_gb` (so far, in 10^9 bytes), `recompute_percent` and `stall_percent` (of the time since the last call with
     this writer, or since the budget opened), and all of `memmgr.stats()`, each in the unit that its name says.
 
     Args:
         writer: a `SummaryWriter`; a run of W&B; the module `mlflow`, inside a run; a logger of Lightning; an `Accelerator`
-            with trackers; or what else has one of their methods: `add_scalar`, `log_metrics`, `log`.
+            with trackers; or another object with one of their methods: `add_scalar`, `log_metrics`, `log`.
         step: the step to which they belong.
         prefix: before each name; a slash makes it a group.
 
     Raises:
         TypeError: it has none of these methods. `wandb.run` is None before `wandb.init`.
 
-    Nothing is written before the first budget, and no `budget_bytes` where there is no limit. Places in the program
+    No figure is written before the first budget, and no `budget_bytes` without a limit. Places in the program
     (`escapes.MODULE:LINE`) are not written.
     """
     ways = [name for name in ("add_scalar", "log_metrics", "log") if callable(getattr(writer, name, None))]
     if not ways:
         raise TypeError(
             f"log_stats: {writer!r} takes no numbers: hand over a SummaryWriter, a run of W&B (after wandb.init), the module "
-            "mlflow, a logger of Lightning, an Accelerator, or what has add_scalar, log_metrics or log as they do"
+            "mlflow, a logger of Lightning, an Accelerator, or another object with add_scalar, log_metrics or log"
         )
     runtime = last()
     if runtime is None:

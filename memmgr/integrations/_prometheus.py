@@ -25,8 +25,8 @@ class MemmgrCollector(Collector):
         start_http_server(9000)
 
     Names are those of `memmgr.stats()` with `memmgr_` before them: `memmgr_resident_bytes` (now), `memmgr_resident_peak_bytes`,
-    `memmgr_recompute_seconds_total`, `memmgr_evictions_total`. No limit is `+Inf`. What ends in `_total` only grows until the
-    next budget opens; all else are gauges.
+    `memmgr_recompute_seconds_total`, `memmgr_evictions_total`. No limit is `+Inf`. A metric whose name ends in `_total`
+    only grows until the next budget opens; all others are gauges.
 
     Args:
         labels: put on every metric, for example `{"rank": "0"}`.
@@ -37,7 +37,7 @@ class MemmgrCollector(Collector):
         self._values = tuple((labels or {}).values())
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: what there is shows when a budget is open."""
+        """Returns no metric: the metrics are known when a budget is open."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

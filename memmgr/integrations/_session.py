@@ -1,4 +1,4 @@
-"""The budget of a framework's callback: opened and closed by its hooks, and what it says meanwhile."""
+"""The budget of a framework's callback: opened and closed by its hooks, with its messages in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Session:
     """One budget over the trainings of one callback.
 
     A script that runs under `memmgr run` or `MEMMGR_BUDGET` has a budget already, or will have one at its first module:
-    then that one counts, since whoever starts a script outranks what is written in it, and ours stays closed.
+    then that one counts, since the command line outranks the script, and ours stays closed.
 
     Args:
         limit: as in `memmgr.budget`.
@@ -27,7 +27,7 @@ class Session:
     """
 
     def __init__(self, limit: int | str | None, options: dict[str, Any]) -> None:
-        self._own = budget(limit, **options)  # what is wrong with it is said now
+        self._own = budget(limit, **options)  # errors in the options are raised now
         self._limit = limit
         self._quiet = bool(options.get("quiet"))
         self._counts = self._own
@@ -38,12 +38,12 @@ class Session:
         self._open = False
 
     def open(self, *, batch_size: int = 0, speaks: bool = True) -> None:
-        """A training begins. One that failed, and ended without a word, is closed first.
+        """Begins a training. A training that failed without closing its session is closed first.
 
         Args:
             batch_size: where the framework tries smaller and smaller ones after an out-of-memory error, the one that it
                 tries now; 0 elsewhere. All that are tried in a row are one run, with one summary.
-            speaks: this process says what is to be said; of several ranks one does.
+            speaks: this process prints the messages; of several ranks one does.
         """
         if self._open and self._tried and batch_size < self._tried[-1]:
             self._end(failed=True, report=False)
@@ -70,7 +70,7 @@ class Session:
         self._open = True
 
     def close(self, failed: bool = False) -> None:
-        """It has ended: closes the budget, if it is open and ours, and says what to change."""
+        """Ends the training: closes the budget, if it is open and ours, and prints advice."""
         if not self._open:
             return
         ours = self._counts is self._own
@@ -92,7 +92,7 @@ class Session:
     def _at_exit(self) -> None:
         self.close(failed=True)
 
-    # -- what is logged --
+    # -- logged figures --
 
     def step_begins(self) -> None:
         """From here the time is a step's."""

@@ -31,14 +31,14 @@ class MemmgrCallback(TrainerCallback):
         self._session = Session(limit, options)
 
     def close(self, failed: bool = False) -> None:
-        """Closes the budget, if it is open, and says in a line or two what to change."""
+        """Closes the budget, if it is open, and prints one or two lines of advice."""
         self._session.close(failed)
 
     def stats(self) -> dict[str, Any]:
         """The figures of the training under way, or of the last one."""
         return self._session.stats()
 
-    # -- what the Trainer calls --
+    # -- called by the Trainer --
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
@@ -48,7 +48,7 @@ class MemmgrCallback(TrainerCallback):
         self._session.open(batch_size=size, speaks=state.is_world_process_zero)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """The shares are of steps: not of what evaluation and checkpoints take."""
+        """The shares are of steps: the time of evaluation and checkpoints is not in them."""
         self._session.step_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
@@ -66,5 +66,5 @@ class MemmgrCallback(TrainerCallback):
             state.log_history[-1].update(figures)  # its copy of the line
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Closes the budget, and says in a line or two what to change."""
+        """Closes the budget, and prints one or two lines of advice."""
         self._session.close()

@@ -1,4 +1,4 @@
-"""Finds the core library, and compiles what uses torch's C++ headers for the torch that is installed.
+"""Finds the core library, and compiles the libraries that use torch's C++ headers for the installed torch.
 
 Their binary interface changes with every release of torch. A wheel carries the libraries for some releases; for another one
 it is compiled on the user's machine, and kept in the user's cache folder. Either is found by a name made of the sources' and
@@ -21,7 +21,7 @@ from memmgr import _cache
 
 
 class NotBuiltError(RuntimeError):
-    """A native part cannot be had; the text says why and what to do about it."""
+    """A native part cannot be built or found; the text gives the reason and a remedy."""
 
 
 _core: ctypes.CDLL | None = None
@@ -121,7 +121,7 @@ def compile_library(source: Path, target: Path, include: list[Path], libraries: 
 
 
 def load_core() -> ctypes.CDLL:
-    """The core library, its symbols open to whatever is loaded later.
+    """The core library, its symbols open to libraries that are loaded later.
 
     Raises:
         NotBuiltError: it is not installed.

@@ -8,6 +8,7 @@ import hashlib
 import importlib.machinery
 import importlib.resources
 import importlib.util
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class Escape(enum.IntEnum):
 
 
 class Order(enum.IntEnum):
-    """Who leaves first when malloc chooses; the values are those of `allocator/pager/budget.h`."""
+    """The order of victims when malloc chooses; the values are those of `allocator/pager/budget.h`."""
 
     DTR = 0
     LRU = 1
@@ -49,8 +50,10 @@ class Order(enum.IntEnum):
 
 
 class CellInfo(TypedDict):
-    """What `describe` says about a cell. `residency`: "resident", "offloaded", "evicted", "packed" or "fill"; `trusted`: its
-    recipe may run again; `op`: of the recipe."""
+    """One cell, as `describe` returns it.
+
+    `residency` is "resident", "offloaded", "evicted" or "packed". `trusted`: the recipe may run again. `op`: the recipe's op.
+    """
 
     nbytes: int
     residency: str
@@ -68,8 +71,11 @@ class CellInfo(TypedDict):
 
 
 class PeriodInfo(TypedDict):
-    """What `next_period` says of the one that ended. `hash`: of its ops; `before`: of the period
-    before it, 0 where that was not noted; `short`: its plan left malloc to choose."""
+    """The period that ended, as `next_period` returns it.
+
+    `hash`: the hash of its ops. `before`: the hash of the period before it, 0 if that was not recorded. `short`: its plan
+    left malloc to choose victims.
+    """
 
     hash: int
     before: int
@@ -81,7 +87,7 @@ class PeriodInfo(TypedDict):
 
 
 class TimelineColumns(TypedDict):
-    """A period in columns, as bytes; `allocator/pager/timeline.h` says what they are."""
+    """A period in columns, as bytes; `allocator/pager/timeline.h` explains them."""
 
     names: list[str]
     op: bytes
@@ -124,6 +130,7 @@ class Pager(Protocol):
         may_offload: bool,
         torture: bool,
         verify: bool,
+        prefetch: bool,
         order: int,
         search: int,
         remap: int,
@@ -139,6 +146,8 @@ class Pager(Protocol):
     def settle(self) -> int: ...
     def set_limit(self, limit_bytes: int) -> None: ...
     def escape(self, tensor: Addressed, why: int) -> bool: ...
+
+    def forsake_file(self, path: str | os.PathLike[str]) -> None: ...
     def name(self, tensor: Addressed) -> int | None: ...
     def names_differ(self) -> bool: ...
     def pin(
@@ -178,6 +187,7 @@ class Pager(Protocol):
     def cuts(self, lists: list[list[Any]]) -> list[int]: ...
     def set_slice_bytes(self, most: int) -> None: ...
     def count_ticks(self, step: int) -> None: ...
+    def read_clock(self, address: int) -> None: ...
     def set_link(self, seconds_per_byte: float, cpu_seconds_per_byte: float = ...) -> None: ...
     def check(self) -> None: ...
     def begin_capture(self) -> None: ...
@@ -208,7 +218,7 @@ class Pager(Protocol):
     def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, int, bool] | None: ...
     def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
 
-    # -- what is told (observe.cpp) --
+    # -- introspection (observe.cpp) --
     def set_detail(self, on: bool) -> None: ...
     def set_learning(self, on: bool) -> None: ...
     def set_module(self, number: int) -> None: ...
@@ -255,7 +265,7 @@ def load() -> Pager:
     if _loaded is None and target.is_file():
         try:
             _loaded = _open(target)
-        except ImportError:  # what was built of sources that somebody was just editing
+        except ImportError:  # a library built while a source was being edited
             target.unlink()
     if _loaded is None:
         if why := unfit(torch.__version__):

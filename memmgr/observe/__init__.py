@@ -1,1 +1,1 @@
-"""What a run tells: figures, the line at its end, what an error says, what the telemetry shows."""
+"""Observations of a run: figures, its summary line, error texts, telemetry."""

@@ -1,4 +1,4 @@
-"""What `memmgr.stats()` has: every figure by its name, with a sentence. The API reference prints this table."""
+"""The figures of `memmgr.stats()`: each by its name, with a sentence. The API reference prints this table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Figure:
     """One figure.
 
     Attributes:
-        name: its key in `memmgr.stats()`; `_bytes` and `_seconds` are units, what has neither is a count.
+        name: its key in `memmgr.stats()`; `_bytes` and `_seconds` are units; a name with neither is a count.
         kind: a "counter" never falls until the next budget opens; a "gauge" may.
         meaning: one sentence, without its full stop.
     """
@@ -26,7 +26,7 @@ class Figure:
 FIGURES: tuple[Figure, ...] = (
     # Memory.
     Figure("budget_bytes", "gauge", "the budget; 2^64 - 1 where there is no limit"),
-    Figure("resident_bytes.current", "gauge", "what torch holds on the device now"),
+    Figure("resident_bytes.current", "gauge", "bytes that torch holds on the device now"),
     Figure(
         "resident_bytes.peak",
         "gauge",
@@ -38,13 +38,13 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "outside_bytes",
         "gauge",
-        "what counts against the budget and was allocated elsewhere, before it opened for example",
+        "bytes that count against the budget and were allocated elsewhere, before it opened for example",
     ),
     Figure("committed_bytes.peak", "gauge", "the most memory that the arena had behind its addresses"),
     Figure(
         "fragmentation", "gauge", "1 - longest run / free bytes, of the addresses that are used without remap; 0 to 1"
     ),
-    # By what they are for. Tensors under 64 KiB never leave, and are other.
+    # By role. Tensors under 64 KiB are never evicted, and are other.
     Figure("resident_bytes.parameters", "gauge", "parameters: on the device now"),
     Figure("resident_bytes.gradients", "gauge", "gradients: on the device now"),
     Figure("resident_bytes.optimizer_states", "gauge", "optimizer states: on the device now"),
@@ -65,9 +65,9 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "link_bytes_per_second",
         "gauge",
-        "what the link to the tier below moves, one way at a time, as measured; 0 without a tier",
+        "measured rate of the link to the tier below, one way at a time; 0 without a tier",
     ),
-    # What left, and came back.
+    # Evictions and restores.
     Figure("evictions", "counter", "tensors that were dropped, to be made again"),
     Figure("evicted_bytes", "counter", "bytes of the evictions"),
     Figure("offloads", "counter", "tensors that were written to the tier below, ahead of need included"),
@@ -78,13 +78,13 @@ FIGURES: tuple[Figure, ...] = (
     Figure("reloads", "counter", "tensors that were read back"),
     Figure("reload_bytes", "counter", "bytes of the reloads"),
     Figure("reads_ahead", "counter", "reads that a plan began before an op needed the bytes"),
-    Figure("late_reads", "counter", "reads ahead that somebody had to wait for"),
-    Figure("prefetch_hits", "gauge", "reads ahead that nobody had to wait for, those under way included"),
+    Figure("late_reads", "counter", "prefetches that an op had to wait for"),
+    Figure("prefetch_hits", "gauge", "prefetches that no op had to wait for, running ones included"),
     Figure("tier_bytes.peak", "gauge", "the most that lay on the tier below"),
     Figure(
         "tier_file_bytes",
         "gauge",
-        "how long the tier's file has become; from an accelerator: what went on from host memory",
+        "length of the tier's file; from an accelerator: bytes moved on from host memory",
     ),
     Figure("tier_errors", "counter", "writes and reads of the tier that failed"),
     Figure("recomputes", "counter", "ops that ran again"),
@@ -94,7 +94,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("recompute_seconds", "counter", "running ops again"),
     Figure("stall_seconds", "counter", "waiting for reads and for room"),
     Figure("room_seconds", "counter", "of stall_seconds, waiting for room; the rest is for reads"),
-    Figure("search_seconds", "counter", "choosing who leaves by address, where a search does"),
+    Figure("search_seconds", "counter", "choosing victims by address, where a search does"),
     Figure(
         "checkpoint_seconds",
         "counter",
@@ -118,14 +118,14 @@ FIGURES: tuple[Figure, ...] = (
     Figure("plan_seconds", "counter", "making plans, beside the training"),
     Figure("rankings", "counter", "times that a policy ranked"),
     Figure("reclaims", "counter", "times that malloc asked for room"),
-    # Ops, and what was seen of them.
+    # Ops.
     Figure("ops", "counter", "ops that the pager's kernel saw, views included"),
     Figure("recorded_ops", "counter", "ops that are known well enough to run again"),
     Figure("trials", "counter", "ops that ran twice, to be compared at the first use of their kind"),
     Figure("refused_kinds", "counter", "kinds of ops that did not reproduce: copied, never run again"),
-    Figure("copies_before_write", "counter", "old bytes that were copied because somebody still needs them"),
+    Figure("copies_before_write", "counter", "old bytes that were copied because a recipe still needs them"),
     Figure("cut_recipes", "counter", "recipes that were given up to keep all of them small"),
-    Figure("recipe_bytes", "gauge", "what recipes take now, with what is kept for them"),
+    Figure("recipe_bytes", "gauge", "memory of recipes now, with the values kept for them"),
     Figure("retries", "counter", "ops that found no room and were tried again alone"),
     Figure("trap_retries", "counter", "ops that asked for bytes that were away, and ran once more"),
     Figure("admission_waits", "counter", "ops that waited until others gave room"),
@@ -134,22 +134,36 @@ FIGURES: tuple[Figure, ...] = (
         "counter",
         "pieces in which list ops over many tensors ran, since all at once would take too much room",
     ),
-    Figure(
-        "pending_slices", "counter", "pieces of optimizers' steps that waited until somebody needed what they write"
-    ),
+    Figure("pending_slices", "counter", "slices of optimizers' steps that waited until an op needed their results"),
     Figure("unseen_ops", "counter", "first ops of threads that C++ started, or that are older than `import memmgr`"),
     Figure("works_in_flight", "gauge", "collectives that are not done"),
     # Tensors.
     Figure("cells", "gauge", "storages that the pager knows now"),
     Figure("absent_cells", "gauge", "cells whose bytes are away now"),
     Figure("pinned_cells", "gauge", "cells that something keeps in memory now, without small ones"),
-    Figure("orphans", "gauge", "cells that the program has let go of and others are made from"),
+    Figure("orphans", "gauge", "cells that the program has released and that others are made from"),
     Figure(
         "adopted", "counter", "storages of another allocator that the pager manages, from before the budget for example"
     ),
-    Figure("adopted_bytes", "counter", "bytes of what was adopted"),
+    Figure("adopted_bytes", "counter", "bytes of adopted tensors"),
     Figure("escapes", "counter", "storages whose address was handed out for good"),
     Figure("escaped_bytes", "gauge", "bytes of escaped storages that live"),
+    Figure(
+        "mapped_bytes", "gauge", "bytes of tensors that are mapped from a file which is their copy: none was written"
+    ),
+    Figure(
+        "fixed_bytes.library",
+        "gauge",
+        "bytes of tensors over memory of another library's (NumPy, Arrow, DLPack): it counts and cannot leave",
+    ),
+    Figure(
+        "fixed_bytes.shared", "gauge", "bytes of tensors in memory that processes share: it counts and cannot leave"
+    ),
+    Figure(
+        "fixed_bytes.mapped_file",
+        "gauge",
+        "bytes of tensors over files that another library has mapped: the kernel takes their pages back, they do not count",
+    ),
     Figure("foreign_writes", "counter", "writes by C++ that no op announced"),
 )
 """All of them but `escapes.MODULE:LINE`, which says how often a place in the program handed an address out."""

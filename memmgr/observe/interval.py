@@ -1,4 +1,4 @@
-"""What a log line of a training gets: three figures, over the steps since the line before."""
+"""Figures for a log line of a training: three, over the steps since the line before."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SECONDS = ("wall_seconds", "recompute_seconds", "stall_seconds")
 
 
 class Interval:
-    """Sums up stretches of time, steps usually, and says what memmgr took of them.
+    """Sums up stretches of time, usually steps, and returns memmgr's share of them.
 
-    What lies between two stretches (evaluation, a checkpoint) is in no share. Every `stats` here is a reading of
+    Time between two stretches (evaluation, a checkpoint) is in no share. Every `stats` here is a reading of
     `memmgr.stats()`, or an empty dict while no budget is open yet.
 
     Known limitation: threads that recompute at the same time add up, so a share may pass 100 %.
@@ -34,11 +34,12 @@ class Interval:
             self._since = None
 
     def take(self, stats: Mapping[str, Any]) -> dict[str, float]:
-        """The figures of what has ended, and the sums begin anew.
+        """The figures of the stretches that have ended. The sums begin anew.
 
         Returns:
             `peak_gb`: the most that was on the device since the budget opened, in 10^9 bytes; `recompute_percent` and
-            `stall_percent`: of the time, how much ops ran again, and how much was spent waiting for reads and for room.
+            `stall_percent`: the share of the time in which ops ran again, and in which training waited for reads and
+            for room.
         """
         (wall, recompute, stall), self._sums = self._sums, [0.0] * len(_SECONDS)
         percent = 100 / wall if wall > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What a run over the pager says of itself: its figures, to `memmgr.stats()` and to the telemetry."""
+"""The figures of a run over the pager, for `memmgr.stats()` and for the telemetry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .summary import fragmentation
 
 
 class Asked(Protocol):
-    """What the budget was asked for."""
+    """The settings of the budget."""
 
     @property
     def limit_bytes(self) -> int: ...
@@ -32,7 +32,7 @@ class Asked(Protocol):
 
 
 class Native(Protocol):
-    """What is used of the pager."""
+    """The functions that are used of the pager."""
 
     def stats(self) -> dict[str, int]: ...
     def arena_stats(self) -> dict[str, int]: ...
@@ -41,7 +41,7 @@ class Native(Protocol):
 
 
 class Planned(Protocol):
-    """What is used of the plans."""
+    """The attributes that are used of the plans."""
 
     @property
     def made(self) -> int: ...
@@ -49,7 +49,7 @@ class Planned(Protocol):
     def seconds(self) -> float: ...
 
 
-# Of what the pager counts, under the names that it has there.
+# Counters of the pager, under the names that they have there.
 _COUNTED = (
     "resident_bytes.current",
     "evictions",
@@ -69,6 +69,10 @@ _COUNTED = (
     "adopted_bytes",
     "escapes",
     "escaped_bytes",
+    "mapped_bytes",
+    "fixed_bytes.library",
+    "fixed_bytes.shared",
+    "fixed_bytes.mapped_file",
     "copies_before_write",
     "foreign_writes",
     "unseen_ops",
@@ -125,7 +129,7 @@ class PagerFigures:
         self.device_type = asked.device.type
 
     def held_bytes(self, now: dict[str, int]) -> int:
-        """What cannot leave whatever happens: what is smaller than a cell, and what has escaped."""
+        """Bytes that cannot be evicted: tensors smaller than a cell, and escaped ones."""
         return max(0, now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"])
 
     def stats(self) -> dict[str, Any]:
@@ -169,7 +173,7 @@ class PagerFigures:
         }
 
     def _by_kind(self, now: dict[str, int]) -> dict[str, int]:
-        """Where model states are and what moved of them; what is not theirs is other."""
+        """Resident and moved bytes of each kind of model state; all other bytes count as other."""
         whole = {
             "resident_bytes": now["resident_bytes.current"],
             "below_bytes": now["offloaded_now_bytes"],
@@ -181,11 +185,11 @@ class PagerFigures:
         return {**found, **rest}
 
     def look(self) -> None:
-        """Somebody wants to know who holds what."""
+        """Finds the owners of tensors, at a reader's request."""
         self._purposes.look()
 
     def hello(self) -> dict[str, Any]:
-        """What does not change."""
+        """The facts that do not change during the run."""
         asked = self._asked
         return {
             "device": str(asked.device),
@@ -197,7 +201,8 @@ class PagerFigures:
         }
 
     def freeze(self) -> dict[str, Any]:
-        """The budget is about to close, and all comes back whatever its limit: from here on everything is as it is now.
+        """Fixes the figures before the budget closes and all tensors are restored. Later calls
+        return these.
 
         Returns:
             `stats()`.
@@ -206,7 +211,7 @@ class PagerFigures:
         return dict(self._last["total"])
 
     def sample(self) -> dict[str, Any]:
-        """What does."""
+        """The figures that change."""
         if self._last is not None:
             return self._last
         now = self._native.stats()

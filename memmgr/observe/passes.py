@@ -15,7 +15,7 @@ from memmgr.readers.patches import Patches
 
 
 class Native(Protocol):
-    """What is used of the pager."""
+    """The functions that are used of the pager."""
 
     def end_pass(self) -> tuple[int, int]: ...
     def turn_period(self) -> None: ...
@@ -71,7 +71,7 @@ class Passes:
         return self._under_way > 0
 
     def install(self, patches: Patches) -> None:
-        """Patches what begins and ends a pass."""
+        """Patches the functions that begin and end a pass."""
         import torch.autograd.graph as graph
 
         patches.wrap(graph, "_engine_run_backward", self._backward)

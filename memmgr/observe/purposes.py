@@ -1,7 +1,8 @@
-"""Tells the pager what cells are for: parameters, gradients, optimizer states. What nobody says is an activation's.
+"""Gives the pager the purpose of cells: parameter, gradient, optimizer state. A cell without one counts as an
+activation.
 
-Bytes are counted by cell where they move, and by purpose where somebody asks: so nothing here is in the way of an op, and it
-does not matter that a cell has moved before its purpose is known.
+Bytes are counted by cell when they move, and by purpose when figures are read. So no op waits for this code, and a cell
+may move before its purpose is known.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Purpose(enum.IntEnum):
 
 
 class Native(Protocol):
-    """What is used of the pager."""
+    """The functions that are used of the pager."""
 
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
     def gradients_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]: ...
@@ -42,7 +43,7 @@ class Native(Protocol):
 
 
 class Backwards(Protocol):
-    """What is used of the passes."""
+    """The attribute that is used of the passes."""
 
     in_several_threads: bool
 
@@ -51,20 +52,21 @@ class Purposes:
     """The purposes of one budget's cells.
 
     Attributes:
-        kept_bytes: the most of gradients that one backward found as an earlier one had left them but for what was written
-            in between: they were set to zero, and not to None.
+        kept_bytes: the most bytes of gradients that one backward found in place from an earlier one: they were set to
+            zero, and not to None.
 
-    Known limitations: models and optimizers are looked for when the budget opens, at passes 1, 2, 4, 8 ... once memory has
-    been short, when somebody asks or the budget closes and a hundredth more is held than they explain, and when a reader of
-    the telemetry asks: what is made in between counts as other until then. Who asks often has a hundredth of the time spent
-    on it. Gradients are known where their backward ends once memory has been short, and when somebody asks; where other
-    threads train then they are other, as are those whose parameters nobody knows yet.
+    Known limitations: models and optimizers are searched for when the budget opens; at passes 1, 2, 4, 8 ... once
+    memory has been short; when figures are read or the budget closes and a hundredth more is held than they explain;
+    and when a reader of the telemetry asks. A tensor made in between counts as other until then. For frequent readers
+    the search takes at most a hundredth of the time. Gradients are known at the end of their backward once memory has
+    been short, and when figures are read. They count as other while other threads train, and while their parameters are
+    not known.
     """
 
     def __init__(self, native: Native, backwards: Backwards) -> None:
         self._native = native
         self._backwards = backwards
-        # Of who has them: torch refuses to swap tensors of which there are weak references.
+        # Weak references to the owners: torch refuses to swap a tensor that has weak references.
         self._owners: list[weakref.ref[Any]] = []
         self._gradients: dict[int, tuple[int, int]] = {}
         self._next = 0
@@ -101,7 +103,7 @@ class Purposes:
         self._native.set_purpose(gradients, Purpose.GRADIENT)
 
     def ask(self) -> None:
-        """Somebody wants to know who holds what, as a loop may for every batch."""
+        """Called when figures are read, which a loop may do for every batch."""
         for look in self._rationed:
             look()
 
@@ -132,7 +134,7 @@ class Purposes:
         self._unknown, _ = self._held()
 
     def _held(self) -> tuple[int, int]:
-        """Bytes, in memory or below, that nobody is known to hold, and of all."""
+        """Bytes, in memory or in the tier, without a known owner, and of all."""
         now = self._native.stats()
         held = now["resident_bytes.current"] + now["offloaded_now_bytes"]
         return held - sum(now[f"{name}.{kind}"] for name in ("resident_bytes", "below_bytes") for kind in STATES), held
@@ -153,7 +155,9 @@ def parameters_of(owners: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def plain(tensor: Any) -> list[torch.Tensor]:
-    """The tensors with storages that it is made of: itself, or what is in a subclass that wraps others (a DTensor's shard)."""
+    """The tensors with storages that `tensor` consists of: itself, or the inner tensors of a wrapper subclass (a
+    DTensor's shard).
+    """
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -39,7 +39,7 @@ def _place(objects_of: Callable[[tuple[type, ...]], list[Any]]) -> dict[str, int
         try:
             found = mesh.get_coordinate()
             names = mesh.mesh_dim_names or tuple(f"dimension {i}" for i in range(mesh.ndim))
-        except (RuntimeError, AttributeError):  # of a process group that is gone
+        except (RuntimeError, AttributeError):  # of a destroyed process group
             continue
         if found is not None and len(found) > len(place):
             place = dict(zip(names, found, strict=True))

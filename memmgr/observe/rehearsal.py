@@ -1,9 +1,9 @@
-"""What the rest of a forward and its backward would take: the module runs again on tensors without bytes.
+"""Estimates the memory of the rest of a forward and its backward: the module runs again on tensors without bytes.
 
-For the text of an error only, when memory ran out inside a forward: what is still to come has not been seen yet. It runs when
+For the text of an error only, when memory ran out inside a forward: the ops to come have not been seen yet. It runs when
 the text is asked for, and until then holds no tensor and no module. A copy of the module, without its hooks, runs on fake
-tensors (`torch._subclasses`) in a thread of its own. A real tensor that it meets on the way ends it: what the program has,
-with its gradients and graphs, is not touched.
+tensors (`torch._subclasses`) in a thread of its own. A real tensor in one of its ops ends it: the program's tensors,
+gradients and graphs are not touched.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 _CALL = torch.nn.Module._call_impl.__code__
 # C from torch 2.14.1 on
 _APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-# What a kernel takes over its tensors, on the CPU: a convolution brings them into layouts of its own, and a recurrent layer
-# keeps a workspace of all gates for its backward.
+# Workspace of kernels relative to their tensors, on the CPU. A convolution brings its tensors into layouts of its own.
+# A recurrent layer keeps a workspace of all gates for its backward.
 _TAKES = {"convolution": 1.75, "rnn_layer": 5.0}
 _PATIENCE_SECONDS = 20.0  # a forward may wait for a lock that the thread with the error has
 _TRANSFORMS = ("torch._functorch.vmap", "torch._functorch.eager_transforms")
 _busy = threading.Lock()
-_MAKES = (torch.ops.aten.lift_fresh.default,)  # what torch.tensor() has made of numbers
+_MAKES = (torch.ops.aten.lift_fresh.default,)  # ops that torch.tensor() makes of numbers
 _too_long: weakref.WeakSet[type] = weakref.WeakSet()  # modules whose rehearsal has not ended in time
 
 
@@ -43,10 +43,11 @@ class Rehearsed:
 
     Attributes:
         op_bytes: its inputs and outputs.
-        activations_bytes: the most that one op needs of them that are no parameters and buffers; not always the same op.
-        inputs_bytes: what the module was called with.
-        made_bytes: all that its forward makes, let go or not.
-        outputs_bytes: what its forward returns.
+        activations_bytes: the most bytes that one op needs of tensors other than parameters and buffers; not always the
+            same op.
+        inputs_bytes: the module's inputs.
+        made_bytes: all tensors that its forward makes, freed or not.
+        outputs_bytes: the tensors that its forward returns.
     """
 
     op_bytes: int
@@ -57,7 +58,7 @@ class Rehearsed:
 
 
 def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-    """The outermost module that the calling thread is in, and what it was called with."""
+    """The outermost module that the calling thread is in, and its arguments."""
     found: FrameType | None = None
     for frame in _frames():
         if frame.f_code is _CALL:
@@ -66,10 +67,10 @@ def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | N
         return None
     here = found.f_locals
     module = here["self"]
-    # AOTAutograd's graphs take a list and empty it, so what they were called with is not known any more.
+    # AOTAutograd's graphs take a list and empty it, so their arguments are not known any more.
     if type(getattr(getattr(module, "_graph", None), "_codegen", None)).__name__ == "_BoxedCodeGen":
         return None
-    return getattr(module, "_orig_mod", module), here["args"], here["kwargs"]  # of a compiled one, what it was made of
+    return getattr(module, "_orig_mod", module), here["args"], here["kwargs"]  # of a compiled module, the original one
 
 
 class Rehearsal:
@@ -80,8 +81,8 @@ class Rehearsal:
     Args:
         module, args, kwargs: the call. No tensor of it is kept, nor the module.
 
-    Known limitations: what the module prints or counts outside of itself happens once more; so do the hooks of all modules
-    (`register_module_forward_hook`). Autocast is not seen, and what kernels take for themselves is not.
+    Known limitations: side effects of the module (prints, counters outside of it) happen once more, and so do the hooks
+    of all modules (`register_module_forward_hook`). Autocast and workspaces of kernels are not counted.
     """
 
     def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,7 +271,7 @@ def _run(module: torch.nn.Module, given: Any, grad: bool, late: threading.Event)
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Those that a copy would copy: parameters, buffers, and what lies around in attributes."""
+    """The tensors that a copy would copy: parameters, buffers, and tensors in attributes."""
     for child in module.modules():
         for value in list(child.__dict__.values()):
             if isinstance(value, torch.Tensor | dict | list | tuple):

@@ -1,6 +1,5 @@
-"""Model states as a kind of their own: where their bytes are, what moves of them, and what the link could have moved.
-
-From `memmgr.stats()` alone, so that whoever reads a stream or a log says the same.
+"""Model states as a kind of their own: where their bytes are, how many moved, and how many the link could have moved.
+Computed from `memmgr.stats()` alone, so that a reader of the stream or of a log shows the same figures.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from memmgr._sizes import show_size
 
 STATES = ("parameters", "gradients", "optimizer_states")
 KINDS = (*STATES, "other")
-"""As figures have them (`moved_bytes.parameters`); `other` is what no model or optimizer holds: activations, mostly."""
+"""The kinds of figures (`moved_bytes.parameters`); `other` is memory without a model or optimizer: activations, mostly.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Flows:
     Attributes:
         each: of every kind, in the order of `KINDS`.
         pass_seconds: how long a pass took.
-        link_bytes: what the link could have moved in it, one way at a time; 0: there is none.
+        link_bytes: bytes that the link could have moved in it, one way at a time; 0: there is none.
     """
 
     each: tuple[Flow, ...]
@@ -59,12 +59,12 @@ class Flows:
 
     @property
     def states_below_bytes(self) -> int:
-        """Of model states, offloaded now."""
+        """Bytes of model states that are offloaded now."""
         return sum(flow.below_bytes for flow in self.each if flow.kind in STATES)
 
 
 def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> Flows | None:
-    """What moved between two readings, a pass.
+    """The bytes moved between two readings, per pass.
 
     Args:
         stats: `memmgr.stats()`.
@@ -72,7 +72,7 @@ def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> F
 
     Returns:
         None where the figures are missing (a log of an older memmgr). Without a pass in between: a pass is all the time.
-        Turns of a loop without a backward share all the time, since nobody watches when they begin.
+        Turns of a loop without a backward share all the time, since their begin is not recorded.
     """
     if f"moved_bytes.{KINDS[0]}" not in stats:
         return None

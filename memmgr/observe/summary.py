@@ -1,4 +1,4 @@
-"""What a run came to: the one line at its end, and the figures of a table or a page."""
+"""Summaries of a run: the one line at its end, and the figures of a table or a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from . import states
 
 says_next = True
-"""Nobody else says what to do next when the process ends, as `memmgr run` does."""
+"""The summary names the next command when the process ends; `memmgr run` does that itself."""
 _next = ""
 _process = os.getpid()
 
@@ -43,17 +43,17 @@ def summary(s: dict[str, Any], *, binary: bool = False) -> str:
 
 
 def slowdown(s: dict[str, Any]) -> float | None:
-    """The run's time over that of one without a limit, at least: what neither recomputed nor waited is the most that that would
-    have taken.
+    """A lower bound on the run's time over that of one without a limit. The time without recomputing and waiting is the
+    most that the unlimited run would have taken.
 
     Args:
         s: `memmgr.stats()`.
 
     Returns:
-        At least 1; None without a limit, and where threads that wait beside each other add up to all the time.
+        At least 1; None without a limit, and where the waits of several threads add up to all the time.
 
-    Known limitation: what copies take of the cores that compute, and of memory's bandwidth, and what an op costs for being
-    seen, are not in it.
+    Known limitation: the time that copies take from the cores that compute and from memory's bandwidth, and the pager's
+    cost for each op, are not in it.
     """
     wall, lost = float(s["wall_seconds"]), float(s["recompute_seconds"]) + float(s["stall_seconds"])
     return wall / (wall - lost) if s["budget_bytes"] < UNLIMITED and lost < wall else None
@@ -65,7 +65,7 @@ def _slower(s: dict[str, Any]) -> str:
 
 
 def figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, str]]:
-    """What a person asks first about a run, each with its name.
+    """The main figures of a run, each with its name.
 
     Args:
         s: `memmgr.stats()`.
@@ -102,17 +102,36 @@ def spread(ranks: list[dict[str, Any]], *, binary: bool = False) -> list[str]:
     return [f"of {len(ranks)} ranks: peak {least} to {most}{slower}"]
 
 
-def report(
-    s: dict[str, Any], ranks: list[dict[str, Any]], *, log: str | os.PathLike[str] | None = None, binary: bool = False
-) -> None:
-    """Prints it, and what else is worth saying.
+def fixed(s: dict[str, Any], *, binary: bool = False) -> list[str]:
+    """Memory that counts and cannot leave since it is not torch's, in one line; none where it is less than a tenth of the budget.
 
     Args:
         s: `memmgr.stats()`.
-        ranks: the same of all ranks, where this is one of several and speaks for them.
+    """
+    owners = (
+        ("fixed_bytes.library", "of NumPy's or another library's"),
+        ("fixed_bytes.shared", "shared with other processes"),
+    )
+    found = [(s.get(name, 0), text) for name, text in owners if s.get(name, 0)]
+    whole = sum(size for size, _ in found)
+    if s["budget_bytes"] >= UNLIMITED or whole < s["budget_bytes"] / 10:
+        return []
+    parts = ", ".join(f"{show_size(size, binary=binary)} {text}" for size, text in found)
+    return [f"of the peak, tensors over memory that cannot leave: {parts}; `.clone()` makes one that can"]
+
+
+def report(
+    s: dict[str, Any], ranks: list[dict[str, Any]], *, log: str | os.PathLike[str] | None = None, binary: bool = False
+) -> None:
+    """Prints the summary line, and further lines where there is something to report.
+
+    Args:
+        s: `memmgr.stats()`.
+        ranks: the same of all ranks, if this rank is one of several and prints for all of them.
         log: the telemetry's; None: there is none.
     """
     lines = spread(ranks, binary=binary) + states.line(s, binary=binary) + own_checkpointing(s, binary=binary)
+    lines = fixed(s, binary=binary) + lines
     global _next
     _next = next_command(log)
     print(summary(s, binary=binary), *("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What memmgr changes in the process while a budget is open: raw readers, callbacks, captures."""
+"""Changes of the process while a budget is open: raw readers, callbacks, captures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .raw import RawReaders
 
 
 class Passes(Protocol):
-    """Who wants to know where passes begin and end."""
+    """An object that is told where passes begin and end."""
 
     def install(self, patches: Patches) -> None: ...
 
@@ -33,7 +33,7 @@ class Readers:
         self, pager: Pager, device: torch.device, passes: Passes, meant_by: Callable[[RuntimeError], BudgetError | None]
     ) -> None:
         self._pager = pager
-        self._meant_by = meant_by  # what an error of torch's should have been
+        self._meant_by = meant_by  # turns an error of torch's into a BudgetError
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
         self._reducers = Reducers(pager, self._patches)
@@ -59,8 +59,8 @@ class Readers:
         self._extensions.install(found)
         self._captures.install()
         wrap = self._patches.wrap
-        # Their callbacks run in threads of C++, where nothing else would see the ops.
-        # What `then` returns is one of torch._C's, which torch.futures' derives from.
+        # Their callbacks run in threads of C++, where no other code would see the ops. `then` returns an object of
+        # torch._C, from which torch.futures' class derives.
         for name in ("then", "add_done_callback"):
             wrap(torch._C.Future, name, self._callback)
         wrap(torch._C.Future, "set_result", self._result)
@@ -119,7 +119,7 @@ class Readers:
         return set_result
 
     def _quoting(self, original: Any) -> Any:
-        """For what quotes an error in one of its own, or allocates outside of ops: both end as a BudgetError."""
+        """For functions that quote an error in one of their own, or allocate outside of ops: both end as a BudgetError."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:

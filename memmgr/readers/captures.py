@@ -1,7 +1,7 @@
-"""Graphs that are captured while a budget is open: `torch.cuda.graph`, and what other devices have like it.
+"""Graphs that are captured while a budget is open: `torch.cuda.graph`, and its equivalents on other devices.
 
-Between `capture_begin` and `capture_end` ops are written down and do not run: nothing can be compared, copied or asked for
-then, in no thread. What the graph's ops touch lies in it as an address, so it stays where it is from then on.
+Between `capture_begin` and `capture_end` ops are recorded and do not run: no thread can compare, copy or query bytes
+then. The graph contains the addresses of the tensors that its ops touch, so these stay where they are from then on.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Captures:
-    """Tells the pager of the captures that are under way while one budget is open.
+    """Reports running captures to the pager while one budget is open.
 
-    Known limitations: what a graph has touched does not leave again while its storage lives. A capture that is begun and
-    never ended keeps everything in memory until the budget closes.
+    Known limitations: a storage that a graph has touched is not evicted again while it lives. A capture that never ends
+    keeps all tensors in memory until the budget closes.
     """
 
     def __init__(self, pager: Pager, device: torch.device, patches: Patches) -> None:
@@ -49,7 +49,7 @@ class Captures:
         self._under_way: set[int] = set()
 
     def install(self) -> None:
-        """Patches what begins and ends a capture."""
+        """Patches the functions that begin and end a capture."""
         for graphs in graph_classes(self._device):
             self._patches.wrap(graphs, "capture_begin", self._begin)
             self._patches.wrap(graphs, "capture_end", self._end)

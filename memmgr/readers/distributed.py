@@ -1,5 +1,6 @@
-"""What torch.distributed reads outside of ops: DDP's reducer, pinned for the backwards in which it waits for gradients (rule 3),
-and backends that are asked themselves."""
+"""Reads of torch.distributed outside of ops: DDP's reducer, pinned for the backwards in which it waits for gradients
+(rule 3), and backends that are called directly.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ class Reducers:
             self._results.append(self._pager.pin(storages([result]), False, False, True))
 
     def _by_address(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # Asked of a backend and not of its group, a collective passes no dispatcher; nobody tells when it has ended.
+        # Asked of a backend and not of its group, a collective passes no dispatcher; its end is not reported.
         @functools.wraps(original)
         def collective(backend: Any, *args: Any, **kwargs: Any) -> Any:
             for addressed in storages([*args, *kwargs.values()]):
@@ -94,7 +95,7 @@ class Reducers:
         self._patches.wrap(stages, "_make_tensor_from_meta", self._touched)
 
     def _touched(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        # A stage makes its receive buffers for all micro-batches at once. Nobody has an address of them, so they need not
+        # A stage makes its receive buffers for all micro-batches at once. No code has their addresses, so they need not
         # stay until something has come.
         @functools.wraps(original)
         def make_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -21,9 +21,9 @@ _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 
 
 class Extensions:
-    """Guards what C++ extensions that use torch's library do without torch's kernels: what pybind11 has bound, wherever it
-    is called from; methods of TorchBind classes; ops and autograd functions that run above the pager's kernel. What
-    `torch._inductor.aoti_load_package` loads is as foreign, though torch itself has bound it.
+    """Guards C++ extensions that use torch's library outside of torch's kernels: functions bound by pybind11, from any
+    caller; methods of TorchBind classes; ops and autograd functions that run above the pager's kernel. Packages loaded
+    by `torch._inductor.aoti_load_package` count as foreign, though torch itself has bound them.
 
     Known limitations: functions that were bound otherwise (the C API, Cython, nanobind) are not found, nor is one that a
     pybind11 function hands out inside of an object, until the next budget opens. Tensors that C++ has kept from an earlier
@@ -36,13 +36,15 @@ class Extensions:
         self._users: list[str] = []
 
     def libraries(self) -> list[str]:
-        """Those whose functions `install` wants. To look for them takes as long as all else in an opening, so whoever looks for
-        something anyway looks for them as well."""
+        """The libraries whose functions `install` needs.
+
+        The search takes as long as the rest of an opening, so it is part of the one search over all objects.
+        """
         self._users = self._users_among(self._pager.libraries_that_use_torch())
         return self._users
 
     def install(self, found: list[Any]) -> None:
-        """Guards what there is.
+        """Guards the functions that were found.
 
         Args:
             found: functions of `libraries()`.

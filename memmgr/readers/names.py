@@ -1,9 +1,9 @@
 """`data_ptr` for code that only compares addresses: a storage has one name for its whole life, in and out of budgets.
 
-The pager gives the names (`allocator/pager/names.h`). A storage's name is its address until its bytes move, so what plain
-torch has answered before agrees with it. Once a storage has another address than its name, these callers have to get the
-name between and after budgets, too: then the patch on `data_ptr` stays until the end of a budget after which there is no
-such storage.
+The pager gives the names (`allocator/pager/names.h`). A storage's name is its address until its bytes move, so it
+agrees with earlier answers of plain torch. Once a storage has another address than its name, these callers have to get
+the name between and after budgets, too: then the patch on `data_ptr` stays until the end of a budget after which there
+is no such storage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMERS: dict[str, frozenset[str]] = {
     "torch.distributed.fsdp._runtime_utils": frozenset(),
     "torch.distributed.utils": frozenset({"_data_ptr_allocated"}),
     "torch.export.pt2_archive._package_weights": frozenset(),
-    "safetensors.torch": frozenset(),  # but for what makes bytes, which is scoped
+    "safetensors.torch": frozenset(),  # the last one makes bytes, which is scoped
     "transformers.modeling_utils": frozenset(),
     "transformers.pytorch_utils": frozenset(),
     "transformers.trainer": frozenset(),
@@ -97,7 +97,7 @@ pointers = Pointers()
 
 
 def addressed_of(owner: torch.Tensor | torch.UntypedStorage) -> Addressed:
-    """What the pager takes for it."""
+    """The object that the pager takes for it."""
     return owner if isinstance(owner, torch.Tensor) else owner._cdata
 
 

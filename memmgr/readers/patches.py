@@ -48,7 +48,7 @@ class Patches:
         self._finder.waiting.setdefault(module, []).append(patch)
 
     def undo(self) -> None:
-        """What somebody else wrapped meanwhile is left: it calls through ours."""
+        """Takes the patches back. A patch that other code has wrapped since stays: it calls through ours."""
         if self._finder is not None:
             if sys.meta_path:  # the interpreter is not ending
                 sys.meta_path.remove(self._finder)
@@ -64,7 +64,7 @@ class Patches:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it looks at what the others found."""
+    """A finder that finds no module itself: it sees the modules that the other finders found."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}

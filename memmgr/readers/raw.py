@@ -1,6 +1,6 @@
-"""Who reads a tensor's bytes without an op, and what is done about each (rule 9).
+"""Functions that read a tensor's bytes without an op, and the guard of each (rule 9).
 
-Three ways, told apart by who asks:
+Three guards, by the caller:
   escaped  the address was handed out for good: the bytes stay where they are while the storage lives
   scoped   the bytes are in memory, where they are, while a call runs
   named    the address is only compared, and no byte is read: names.py
@@ -9,6 +9,7 @@ Three ways, told apart by who asks:
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memmgr._exported import exported
 from memmgr.native.pager import Addressed, Escape, Pager
 
 from .names import addressed_of, only_compares, pointers
@@ -36,7 +38,7 @@ STORAGE_METHODS = {
     "__iter__": False,
 }
 NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
-# Of modules in TorchScript: they write or copy all that the module holds.
+# Methods of modules in TorchScript: they write or copy all tensors of the module.
 SCRIPT_METHODS = (
     "save",
     "save_to_buffer",
@@ -71,7 +73,7 @@ def storages(values: Iterable[Any]) -> list[Addressed]:
 
 
 class RawReaders:
-    """The patches on torch, and on what else reads raw, of one budget."""
+    """The patches of one budget on torch and on other libraries that read raw bytes."""
 
     def __init__(self, pager: Pager, patches: Patches) -> None:
         self._pager = pager
@@ -82,6 +84,9 @@ class RawReaders:
     def install(self) -> None:
         wrap = self._patches.wrap
         pointers.begin(self._pager, self._pointer)
+        for exporting in exported.owners():
+            for addressed in storages([exporting]):
+                self._pager.escape(addressed, Escape.NUMPY)
         wrap(torch.Tensor, "numpy", functools.partial(self._escaping, Escape.NUMPY))
         wrap(torch.Tensor, "__dlpack__", functools.partial(self._escaping, Escape.DLPACK))
         for owner, name in (
@@ -91,7 +96,7 @@ class RawReaders:
             (torch, "to_dlpack"),
         ):
             wrap(owner, name, functools.partial(self._escaping, Escape.DLPACK))
-        # A table of C functions that no call of ours can stand before; who does not find it asks __dlpack__.
+        # A table of C functions that no patch can intercept; a caller that does not find it calls __dlpack__.
         self._patches.hide(torch.Tensor, "__dlpack_c_exchange_api__")
         for name in SHARING:
             wrap(torch.UntypedStorage, name, functools.partial(self._escaping, Escape.SHARED))
@@ -111,6 +116,9 @@ class RawReaders:
             wrap(module, "set_rng_state", self.scoped)
         wrap(torch._C.PyTorchFileWriter, "write_record", self.scoped)
         wrap(torch._C, "_is_alias_of", self.scoped)
+        wrap(
+            torch.serialization._open_zipfile_writer_file, "__init__", functools.partial(self._overwriting, argument=1)
+        )
         self._patches.when_imported("safetensors.torch", self._safetensors)
         self._patches.when_imported("triton.runtime.jit", self._triton)
         self._patches.when_imported("torch._inductor.output_code", self._inductor)
@@ -131,7 +139,7 @@ class RawReaders:
         return call
 
     def _number(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for what is made a number: many are, and hardly one of them is paged."""
+        """As `scoped`, for conversions to a number: they are frequent, and hardly any of their tensors is paged."""
         pin_number = self._pager.pin_number
 
         @functools.wraps(original)
@@ -195,9 +203,10 @@ class RawReaders:
 
     def _safetensors(self, module: Any) -> None:
         self._patches.wrap(module, "_tobytes", self._pointer_in_scope)
+        self._patches.wrap(module, "serialize_file", functools.partial(self._overwriting, argument=1))
 
         def copied(original: Callable[..., Any]) -> Callable[..., Any]:
-            """What it returns points at the tensors until the last of them is written, and they may not all fit."""
+            """The result points at the tensors until the last of them is written, and they may not all fit."""
             scoped = self._pointer_in_scope(original)
 
             @functools.wraps(original)
@@ -219,14 +228,14 @@ class RawReaders:
             self._patches.wrap(function, "run", functools.partial(self._launch))
 
     def _launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # A kernel may write to whatever it was given.
+        # A kernel may write to any of its arguments.
         return self._pointer_in_scope(self.scoped(original, writes=True))
 
     def _inductor(self, module: Any) -> None:
         self._patches.wrap(module.CompiledFxGraph, "__call__", self._compiled)
 
     def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled graph reads what it is given, its constants and its own buffers by address."""
+        """A compiled graph reads its inputs, its constants and its own buffers by address."""
         pager = self._pager
 
         @functools.wraps(original)
@@ -239,6 +248,18 @@ class RawReaders:
                 return original(graph, inputs)
             finally:
                 del region, writes
+
+        return call
+
+    def _overwriting(self, original: Callable[..., Any], *, argument: int) -> Callable[..., Any]:
+        """`original` overwrites the file that this argument names. Tensors that are mapped from it are read into memory first."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            name = args[argument] if len(args) > argument else kwargs.get("filename", kwargs.get("name"))
+            if isinstance(name, str | os.PathLike):
+                self._pager.forsake_file(name)
+            return original(*args, **kwargs)
 
         return call
 

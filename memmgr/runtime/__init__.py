@@ -1,1 +1,1 @@
-"""Opening a budget, leaving it, and what lies between."""
+"""One open budget, from opening to closing."""

@@ -1,4 +1,4 @@
-"""Errors of compiled graphs: what inductor makes allocates outside of ops, where C++ raises no error of ours."""
+"""Errors of compiled graphs: inductor's code allocates outside of ops, where C++ raises no error of ours."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memmgr.readers.patches import Patches
 
 
 class CompiledGraphs:
-    """Which compiled graph a thread is in, and its errors, of one budget.
+    """The compiled graph that each thread is in, and its errors, for one budget.
 
     Args:
-        spent: the error of a thread that found no room, by what the allocator said.
-        refusal: what it said to this thread last, unless it was asked since or found room after all.
+        spent: the error of a thread that found no room, from the allocator's message.
+        refusal: the allocator's last message to this thread; empty once a later request succeeded.
     """
 
     def __init__(self, spent: Callable[[str], BudgetError], refusal: Callable[[], str]) -> None:
@@ -61,7 +61,8 @@ class CompiledGraphs:
             try:
                 self._refusal()
                 return original(*args, **kwargs)
-            except RuntimeError as error:  # a kernel of inductor's makes one of its own, which may not say of what
+            # a kernel of inductor's raises an error of its own, perhaps without the cause
+            except RuntimeError as error:
                 said = self._refusal()
                 if isinstance(error, BudgetError) or not said:
                     raise

@@ -1,4 +1,4 @@
-"""What a budget was asked for, parsed."""
+"""The parsed arguments of a budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memmgr.native.pager import SMALL_BYTES
 from memmgr.policies import Policy
 
 SILENT_SECONDS = 12.0
-"""After so long without a sign of life a rank is lost: with what it takes to tell the others, 15."""
+"""A rank without a heartbeat for so long is lost. With the time to tell the others that is 15 seconds."""
 
 
 @dataclass
@@ -22,10 +22,10 @@ class Config:
     """The arguments of `memmgr.budget`, as the runtime takes them.
 
     Attributes:
-        limit_bytes: what the budget is now; where `need` is there, what the device has until the run has been measured.
-        need: what it becomes then; None: it stays.
-        host_bytes: of host memory for what leaves; None: who did not say.
-        folder: of the tier below the CPU, or below an accelerator's host memory; None: there is none.
+        limit_bytes: the current budget; with `need`, the device's memory until the run has been measured.
+        need: the share that it becomes then; None: it stays.
+        host_bytes: host memory for offloaded tensors; None: the default.
+        folder: the folder of the tier below the CPU, or below an accelerator's host memory; None: there is none.
         binary: errors speak in powers of two, as the limit did.
     """
 
@@ -41,6 +41,7 @@ class Config:
     small_bytes: int = SMALL_BYTES
     placement: Placement = REMAP
     plan: bool = True
+    prefetch: bool = True
     log: str | None = None
     trace: str | None = None
     trace_pass: int = 2

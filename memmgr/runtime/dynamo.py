@@ -1,5 +1,8 @@
-"""Dynamo and our own Python. What of ours runs between two graphs of a compiled function is in a frame that Dynamo would compile,
-and what it learns of tensors there changes the graphs of the program: other bits than without a budget (rule 15)."""
+"""Keeps Dynamo away from memmgr's Python.
+
+Our code between two graphs of a compiled function runs in a frame that Dynamo would compile. The facts that it learns
+of tensors there change the graphs of the program: other bits than without a budget (rule 15).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ _skipped: set[str] = set()
 
 
 def skip_ours() -> None:
-    """From now on Dynamo compiles no function of the modules of ours that are imported; what they call it does.
-
-    A wrapper of ours that it meets in the middle of a graph becomes part of that still.
+    """From now on Dynamo compiles no function of memmgr's imported modules; it does compile the functions that they
+    call. A wrapper of ours in the middle of a graph still becomes part of that.
     """
     action = eval_frame._FrameAction
     strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
@@ -26,7 +28,8 @@ def skip_ours() -> None:
         if name.partition(".")[0] == package and name not in _skipped:
             _skipped.add(name)
             for code in _codes_in(module):
-                if code.co_filename in (module.__file__, "<string>"):  # not what decorators of others have in common
+                # skips code that decorators of other packages share
+                if code.co_filename in (module.__file__, "<string>"):
                     eval_frame.set_code_exec_strategy(code, strategy)
 
 
@@ -41,7 +44,7 @@ def in_compiled_function() -> bool:
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:
-    """Of its functions, its classes' methods, and what is defined in these."""
+    """The code objects of its functions, of its classes' methods, and of functions defined in these."""
     for value in list(vars(module).values()):
         if getattr(value, "__module__", None) == module.__name__:
             for member in list(vars(value).values()) if isinstance(value, type) else [value]:
@@ -62,4 +65,5 @@ def _codes_of(member: Any) -> Iterator[CodeType]:
             yield from _codes_of(constant)
     elif isinstance(member, FunctionType | functools._lru_cache_wrapper):
         yield from _codes_of(getattr(member, "__code__", None))
-        yield from _codes_of(getattr(member, "__wrapped__", None))  # what is cached, or a context manager's generator
+        # a cached function, or a context manager's generator
+        yield from _codes_of(getattr(member, "__wrapped__", None))

@@ -1,11 +1,12 @@
-"""The ranks of a distributed job: one that is in trouble says so, and the others stop waiting for it.
+"""The ranks of a distributed job: one that fails reports it, and the others stop waiting for it.
 
-Through the default process group's store. While a budget is open a thread looks there twice a second, and at the processes of
-this host's ranks. A rank that leaves its budget by an exception writes what it was; one whose process ends inside its budget
-is written down by its neighbours, or by the first rank that an error of the backend tells of it. One whose host has vanished
-closes nothing: a thread of C++ gives each rank's sign of life, and the rank before it listens. Where the store is gone, so is
-the rank that had it. Who hears of it has `GRACE_SECONDS` to end by itself. Then what it waits for is aborted: process groups
-by torch's own `abort`, and gloo's connections between ranks, since gloo has no abort.
+Through the default process group's store. While a budget is open a thread checks it twice a second, and the processes
+of this host's ranks. A rank that leaves its budget by an exception writes that exception. If a rank's process ends
+inside its budget, its neighbours report it, or the first rank that gets an error of the backend. If its host has
+vanished, no connection closes: a thread of C++ sends each rank's heartbeat, and the rank before it listens. If the
+store does not answer, the rank that serves it is lost. A rank that learns of a failure has `GRACE_SECONDS` to end by
+itself. Then its waits are aborted: process groups by torch's own `abort`, and gloo's connections between ranks, since
+gloo has no abort.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from memmgr.readers.patches import Patches
 from .member import LOOK_SECONDS, Figures, Member, Silence
 
 GRACE_SECONDS = 2.0
-NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before anybody knows whose
+NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before a rank knows whose
 _OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
 
@@ -79,20 +80,20 @@ class Job:
             self._join()
 
     def close(self, *, failed: bool) -> None:
-        """The budget closes, in order or because of what `failed` was told."""
+        """Ends this rank's part when the budget closes, in order or after `failed`."""
         self._patches.undo()
         self._leave(failed)
 
     def failed(self, error: BaseException) -> RankError | None:
-        """An exception leaves the budget: the other ranks are told, unless it came from one of them.
+        """Reports an exception that leaves the budget to the other ranks, unless it came from one of them.
 
         Returns:
-            What to raise in its place: another rank is the cause.
+            The error to raise in its place, if another rank is the cause.
         """
         member = self._member
         if member is None or (isinstance(error, SystemExit) and not error.code):
             return None
-        with contextlib.suppress(Exception):  # the store may be gone: then this error is all there is
+        with contextlib.suppress(Exception):  # the store may be lost: then this error is the only report
             if _is_of_a_backend(error):
                 self._heard.wait(NAMING_SECONDS)
                 if self._trouble is None and (silent := member.silent()) is not None and self._trouble is None:
@@ -101,7 +102,8 @@ class Job:
                 if self._trouble is not None:
                     return rank_error(self._trouble, member.rank, binary=self._binary)
             member.tell(rank=member.rank, **_described(error))
-        if self._trouble is not None and _is_of_a_backend(error):  # heard while this one was about to be told
+        # The other rank's failure arrived while this error was about to be reported.
+        if self._trouble is not None and _is_of_a_backend(error):
             return rank_error(self._trouble, member.rank, binary=self._binary)
         return None
 
@@ -173,7 +175,7 @@ class Job:
         while not self._leaving.is_set():
             try:
                 trouble = self._look(member, silence)
-            except Exception:  # without the store nobody knows whether a rank has ended in order
+            except Exception:  # without the store it is not known whether a rank has ended in order
                 lost = member.lost_with_store()
                 trouble = None if lost is None else {"rank": lost, "error": "", "text": "", "how": "store"}
             if self._heard.is_set():
@@ -223,7 +225,7 @@ _member: Member | None = None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it was raised for."""
+    """An error, and the errors that caused it."""
     met: set[int] = set()
     while error is not None and id(error) not in met:
         yield error
@@ -243,7 +245,7 @@ def _is_of_a_backend(error: BaseException) -> bool:
 
 
 def _budget_error(error: BaseException) -> BudgetError | None:
-    """Only where it was raised for one: what was handled before has nothing to do with it."""
+    """The BudgetError that the error was raised from; an error handled before does not count."""
     while not isinstance(error, BudgetError):
         if error.__cause__ is None:
             return None

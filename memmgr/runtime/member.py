@@ -1,4 +1,4 @@
-"""What a rank knows of the others of its job, through the default process group's store."""
+"""The state of a rank and of the others of its job, through the default process group's store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Silence:
         self._looked = time.monotonic()
 
     def is_too_long(self, sign: object) -> bool:
-        """Looks once more: `sign` is what changes with every sign of life."""
+        """Checks once more. `sign` changes with every heartbeat."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, self._seconds / 4), now
         self._lasted = self._lasted + passed if sign == self._sign else 0.0
@@ -56,7 +56,7 @@ class Silence:
 
 
 class Member:
-    """This process as a rank of one process group: what it knows of the others. Budgets come and go meanwhile."""
+    """This process as a rank of one process group. Outlives budgets."""
 
     def __init__(self) -> None:
         c10d: Any = dist.distributed_c10d
@@ -68,7 +68,7 @@ class Member:
         self._host_has_left = False
         self._looks = 0
         self._left = 0.0
-        self._groups: dict[str, list[bytes]] = {}  # what gloo has written of them
+        self._groups: dict[str, list[bytes]] = {}  # addresses that gloo has written for them
         self._ports: dict[int, str] = {}  # where this rank's process groups listen, with the whole address
         self._host_listens: set[str] = set()  # those of the rank that has the store
         # A client of its own: another one's `get` may hold its lock for minutes.
@@ -87,7 +87,7 @@ class Member:
             atexit.register(self._linger)
 
     def opens(self) -> None:
-        """A budget opens: what was told before is over where its rank has a budget again."""
+        """A budget opens: earlier failures are over if their ranks have a budget again."""
         while (trouble := self.next_trouble()) is not None:
             state = self.state(trouble["rank"]).split()
             if trouble["rank"] != self.rank and not (state[0] == "open" and int(state[1]) >= self.seen):
@@ -102,7 +102,7 @@ class Member:
         self._left = time.monotonic()
 
     def _linger(self) -> None:
-        """Who has the store takes it along, so the others first hear that it has left in order."""
+        """The rank that serves the store takes it along, so the others must first see that it has left in order."""
         time.sleep(max(0.0, self._left + 2 * LOOK_SECONDS - time.monotonic()))
 
     def state(self, rank: int) -> str:
@@ -116,7 +116,7 @@ class Member:
         self._store.set(f"trouble/{number}", json.dumps(trouble))
 
     def next_trouble(self) -> dict[str, Any] | None:
-        """What has been told and not been heard."""
+        """The next reported failure that this rank has not handled."""
         key = f"trouble/{self.seen + 1}"
         if not self._store.check([key]):
             return None
@@ -124,7 +124,7 @@ class Member:
         return dict(json.loads(self._store.get(key)))
 
     def ended(self) -> list[int]:
-        """The ranks of this host whose processes are gone."""
+        """The ranks of this host whose processes have ended."""
         while self._store.check([key := f"place/{self._place}/{self._entries + 1}"]):
             self._entries += 1
             rank, pid = (int(word) for word in self._store.get(key).split())
@@ -143,7 +143,7 @@ class Member:
         return self._store, f"beat/{self.rank}"
 
     def look_around(self) -> None:
-        """Learns who has the store while that can be asked, and says where this rank's process groups listen."""
+        """Records which rank serves the store while it answers, and where this rank's process groups listen."""
         if self._host is None and self._store.check(["host"]):
             self._host = int(self._store.get("host"))
         self._looks += 1
@@ -200,16 +200,16 @@ class Member:
         return None if self._host == self.rank or self._host_has_left else self._host
 
     def forget(self) -> None:
-        """Its process group is gone, and another one takes its place."""
+        """Its process group was destroyed, and another one takes its place."""
         for fd in self._neighbours.values():
             if fd >= 0:
                 os.close(fd)
         self._neighbours.clear()
 
-    # -- what others wait for --
+    # -- connections that other ranks wait on --
 
     def _meet_groups(self) -> None:
-        """Where process groups have come or gone: the ports of those there are, which gloo has told the other ranks."""
+        """After process groups were made or destroyed: the ports of the existing ones, which gloo has sent to the other ranks."""
         world: Any = dist.distributed_c10d._world
         groups = {name: group for group, name in dict(world.pg_names).items() if group in world.pg_map}
         if groups.keys() == self._groups.keys():
@@ -228,13 +228,16 @@ class Member:
         self._store.set(f"ports/{self.rank}", json.dumps(list(self._ports.values())))
 
     def cut_connections(self) -> None:
-        """Shuts those of process groups to other ranks: what waits there for bytes gets an error of its backend."""
+        """Shuts the connections of process groups to other ranks: an operation that waits for bytes there gets an error
+        of its backend.
+        """
         others = (self._listens(rank) for rank in range(self.world) if rank != self.rank)
         self._cut(set().union(*others))
 
     def cut_accepted(self) -> None:
-        """Without a store nobody can say where the others listen. Each rank shuts what it has accepted: together all. The rank
-        that had the store does not, so those to it, too."""
+        """Without a store the other ranks' ports are not known. Each rank shuts the connections that it has accepted:
+        together all. The rank that served the store does not, so connections to it are shut, too.
+        """
         self._cut(self._host_listens)
 
     def _listens(self, rank: int) -> set[str]:
@@ -242,7 +245,7 @@ class Member:
         return set(json.loads(self._store.get(key))) if self._store.check([key]) else set()
 
     def _cut(self, theirs: set[str]) -> None:
-        # By where the process groups listen: whatever else this process serves or asks goes on.
+        # Selected by the ports of the process groups: other connections of this process stay.
         for c in psutil.Process().net_connections("tcp"):
             if c.status != psutil.CONN_ESTABLISHED:
                 continue
@@ -258,7 +261,7 @@ class Member:
             return None if self.state(0) != "none 0 0" else [figures]
         found, deadline = {0: figures}, time.monotonic() + FIGURES_SECONDS
         while True:
-            # First: who leaves has handed in.
+            # Checked first: a rank that leaves has handed in its figures.
             are_open = {rank for rank in range(self.world) if self.state(rank).startswith("open")}
             for rank in range(self.world):
                 key = f"figures/{self.budgets}/{rank}"
@@ -278,7 +281,7 @@ def _place() -> str:
 
 
 def _pidfd(pid: int) -> int:
-    """-1: the process is gone already."""
+    """-1: the process has ended already."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -286,7 +289,7 @@ def _pidfd(pid: int) -> int:
 
 
 def _address(store: Any) -> tuple[str, int] | None:
-    """Of a store that a process serves."""
+    """The address of a store that a process serves."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return (store.host, int(store.port)) if hasattr(store, "host") and hasattr(store, "port") else None
@@ -301,7 +304,9 @@ def _is_native(store: Any) -> bool:
 
 
 def _rendezvous(group: Any, store: Any) -> Iterator[bytes]:
-    """What gloo has written for the others of a process group: for each of its devices the addresses of this rank."""
+    """The bytes that gloo has written for the other ranks of a process group: for each of its devices the addresses of
+    this rank.
+    """
     mine = store.clone()  # another client of it may be in a long question
     mine.set_timeout(datetime.timedelta(seconds=2))
     for device in _DEVICES:

@@ -1,4 +1,4 @@
-"""One open budget over the pager: opening, leaving, and who is asked for what."""
+"""One open budget over the pager: opening, closing, and the objects in between."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .sizing import Sizing
 from .steps import SlicedSteps
 
 _links: dict[tuple[Any, ...], tuple[float, float]] = {}
-"""What a byte takes one way to each tier that this process has had, and of the CPU, in seconds."""
+"""Seconds a byte, one way, to each tier that this process has had, and of the CPU."""
 
 
 class PagerRuntime:
@@ -105,10 +105,10 @@ class PagerRuntime:
         self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
 
     def start(self) -> None:
-        """Opens the budget: what is there becomes pageable, and what is beyond the limit leaves.
+        """Opens the budget: existing tensors become pageable, and tensors beyond the limit are evicted.
 
         Raises:
-            BudgetError: more is held than the limit, and it cannot leave.
+            BudgetError: tensors that cannot be evicted exceed the limit.
             OSError: the log cannot be written, or the tier cannot be opened.
         """
         config, pager = self.config, self.native
@@ -130,6 +130,7 @@ class PagerRuntime:
                 may_offload=config.policy.offloads,
                 torture=config.policy.torture,
                 verify=config.verify,
+                prefetch=config.prefetch,
                 order=int(self._order),
                 search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
                 remap=config.placement.remap,
@@ -140,11 +141,11 @@ class PagerRuntime:
             )
             self._measure_link()
             functions = self._take_stock()
-            if config.limit_bytes >= UNLIMITED:  # who measures wants the same each time
+            if config.limit_bytes >= UNLIMITED:  # a measuring run must be the same each time
                 gc.collect()
             elif pager.resident() > config.limit_bytes // 2 and not _collect():
-                # What is garbage already shall not count against the budget, nor leave for the tier. Where there is room
-                # enough Python may collect it when it likes.
+                # Garbage must neither count against the budget nor be written to the tier. Where there is room enough
+                # Python may collect it later.
                 gc.collect(1)
             skip_ours()
             self._readers.install(functions)
@@ -171,7 +172,7 @@ class PagerRuntime:
             raise
 
     def _below_bytes(self) -> int | None:
-        """The room of the tier below; None: there is none; 0: what the file system has."""
+        """The room of the tier; None: there is none; 0: the file system's."""
         config = self.config
         if not config.policy.offloads:
             return None
@@ -181,8 +182,8 @@ class PagerRuntime:
         return size or None
 
     def _take_stock(self) -> list[Any]:
-        """What is there can leave, or is counted: small tensors, and memory that is not torch's. What a backward of another
-        thread has, or might have before we have looked, is met as ops touch it.
+        """Adopts existing tensors, and counts small ones and memory that is not torch's. Tensors of another thread's
+        backward are adopted as ops touch them.
 
         Returns:
             The functions that the readers look for.
@@ -220,7 +221,7 @@ class PagerRuntime:
 
     @property
     def measured_need(self) -> bool:
-        """The limit is what it will be: what the run needs is known, or need not be."""
+        """The limit is final: the need is measured, or the limit does not depend on it."""
         return self._sizing is None or self._sizing.done
 
     @property
@@ -229,24 +230,23 @@ class PagerRuntime:
         return self._file
 
     def close(self, *, report: bool = True, failed: bool) -> None:
-        """Everything comes back, and nothing of ours is left."""
+        """Closes the budget: all tensors are restored, and all patches removed."""
         if self._final is not None:
             return
         crashed = failed and not self.ended_well
-        with (
-            contextlib.ExitStack() as then
-        ):  # what is put on it last runs first; where one is interrupted the others run
+        # The callback added last runs first. If one is interrupted the others still run.
+        with contextlib.ExitStack() as then:
             if self._stock is not None:  # the next budget of the process counts it again
                 stock = self._stock
                 then.callback(lambda: self.native.add_outside(-stock.close()))
             then.callback(lambda: self.telemetry.close(self._final or {}, self.summary(), crashed))
             then.callback(self.job.close, failed=crashed)
-            then.callback(self._readers.remove)  # other threads may have read meanwhile what was away
+            then.callback(self._readers.remove)  # other threads may have read absent tensors in the meantime
             then.callback(self.native.close)
             then.callback(self._explain.end)
             then.callback(self._graphs.remove)
             then.callback(self._steps.remove)
-            if failed:  # what fails now leaves a step half done
+            if failed:  # a slice that fails now leaves a step half done
                 then.callback(self.native.set_limit, UNLIMITED)
             then.callback(self._ranker.close)
             then.callback(self.plans.close)
@@ -270,13 +270,12 @@ class PagerRuntime:
             warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
 
     def finish_steps(self) -> None:
-        """What optimizers' steps have left to do is done now."""
+        """Runs the pending slices of optimizers' steps now."""
         self._steps.finish()
 
     def disable_in_child(self) -> None:
-        """In a forked child: what its parent had away comes back when it is read; nothing else is managed.
-
-        The readers stay, since they are what brings it back where no op reads.
+        """In a forked child: tensors that were absent in the parent are restored when they are read; no other tensor is
+        managed. The readers stay, since they restore tensors that no op reads.
         """
         self.telemetry.in_child()
         self._final = self._final or {}
@@ -289,12 +288,12 @@ class PagerRuntime:
         return self.figures.stats()
 
     def put_below(self, tensor: torch.Tensor) -> None:
-        """The bytes leave now, and come back at the next use (`memmgr.manage`)."""
+        """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""
         if self.native.adopt(tensor):
             self.native.take_away(tensor)
 
     def _measure_link(self) -> None:
-        """Writes and reads some megabytes: what a byte takes to the tier. The next budgets of the process know it."""
+        """Writes and reads some megabytes to measure the tier's rates. Later budgets of the process reuse them."""
         on_device = self.config.device.type != "cpu"
         for size in (64 << 20 if on_device else 8 << 20, 8 << 20, 1 << 20, 64 << 10):
             if self._tier in _links:
@@ -319,6 +318,6 @@ _collect = Rationed(0.01, gc.collect)
 
 
 def _thaw() -> None:
-    """What `gc.freeze` has put aside no search finds, and tensors of which nobody knows would not count."""
+    """No search finds objects that `gc.freeze` has put aside, and their tensors would not be counted."""
     if gc.get_freeze_count():
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Where one period ends and the next begins, and who wants to know what was in it: the plans, a file for the user."""
+"""The boundary between periods, and the receivers of a finished one: the plans, a file for the user."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TraceFile:
             warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
 
     def close(self) -> None:
-        """It is nobody's any more."""
+        """Unregisters this object."""
         own, self._own = self._own, -1
         if own >= 0:
             os.close(own)

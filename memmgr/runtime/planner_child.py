@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Start(NamedTuple):
-    """What the process has to know first; a plain tuple on its way, since the process has no memmgr yet."""
+    """The first message to the process; sent as a plain tuple, since the process has no memmgr yet."""
 
     path: list[str]  # sys.path, of which numpy is found
     package: str  # the folder of memmgr
@@ -94,7 +94,9 @@ class _Line:
             self._timeout = LOOK_MILLISECONDS
 
     def read(self, count: int) -> bytes:
-        """At most so many bytes. Without a parent nobody waits for an answer, whoever else holds the other end still."""
+        """Reads at most so many bytes. Ends when the parent has ended, even if another process still holds the other
+        end.
+        """
         while True:
             ready = {descriptor for descriptor, _ in self._poll.poll(self._timeout)}
             if ready - {self._descriptor} or os.getppid() != self._parent:
@@ -109,7 +111,7 @@ class _Line:
 
 
 def _lay_out(start: Start) -> None:
-    """What memmgr consists of, without what its __init__ does."""
+    """Sets up the packages of memmgr without running memmgr's __init__."""
     sys.path += [entry for entry in start.path if entry not in sys.path]
     package = ModuleType("memmgr")
     package.__path__ = [start.package]
@@ -125,7 +127,7 @@ def _lay_out(start: Start) -> None:
 
 
 def main(parent: int) -> NoReturn:
-    """Answers until nobody asks any more."""
+    """Answers until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.dup(0)
     with open(os.devnull, "rb") as nothing:

@@ -1,7 +1,7 @@
-"""Who computes beside the training: a process of its own, one for the process's life, or a thread where none can be started.
+"""The executor of background computations: a process, one for the life of this one, or a thread if none can be started.
 
 A thread that computes in Python takes the interpreter's lock from every op of the training, up to the switch interval (5 ms)
-each time; a process takes a core that is free, and of one that is not a tenth.
+each time; a process takes an idle core, or a tenth of a busy one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 START_SECONDS = 60.0  # until it answers; numpy is loaded from a disk that others use
 MOST_CRASHES = 2  # a process that ended of itself so often is not started again
-_SHOWN_BYTES = 2000  # of what it has printed, in an error's text
+_SHOWN_BYTES = 2000  # bytes of its output in an error's text
 
 
 class Failed(Exception):
-    """What was asked for could not be computed; the message says why.
+    """The computation failed; the message has the reason.
 
     Attributes:
-        cpu_seconds: that it took.
+        cpu_seconds: processor time that it took.
     """
 
     def __init__(self, text: str, cpu_seconds: float = 0.0) -> None:
@@ -70,8 +70,7 @@ class Executor(Protocol):
         ...
 
     def end(self, thread: threading.Thread | None) -> None:
-        """Nothing is computed from here on; what is being computed is given up, and `thread`, which waits for it, is waited
-        for."""
+        """Ends the executor: a running computation is given up, and `thread`, which waits for it, is joined."""
         ...
 
 
@@ -125,7 +124,7 @@ class _Child:
             kept.callback(os.close, self._said)
             given.callback(os.close, prints)
             os.set_blocking(self._said, False)
-            os.set_blocking(prints, False)  # what finds no room is lost: nobody reads it before the end
+            os.set_blocking(prints, False)  # output that finds no room is lost: it is read at the end only
             command = [executable, "-P", "-s", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
             self._process = subprocess.Popen(  # by vfork: the driver's and the arena's memory is neither copied nor shared
                 [*command, os.path.abspath(planner_child.__file__), str(os.getpid())],
@@ -142,7 +141,7 @@ class _Child:
         self.killed = False  # by us: that is no crash
         start = Start(_path(), str(Path(__file__).parent.parent), memmgr.policies.__path__[0], _threads._BEHIND)
         self._socket.settimeout(START_SECONDS)
-        with contextlib.suppress(OSError):  # who asks finds out that it has ended
+        with contextlib.suppress(OSError):  # the caller finds out that it has ended
             self.send(pickle.dumps(tuple(start)))
 
     @property
@@ -175,7 +174,7 @@ class _Child:
         return Reply(*pickle.loads(unframed(self._socket.recv)))
 
     def kill(self) -> None:
-        """Whoever waits for an answer gets none."""
+        """Kills the process: a caller that waits for an answer gets none."""
         self.killed = True
         self._process.kill()
 
@@ -188,7 +187,7 @@ class _Child:
         """Ends it, and says how it ended."""
         code = self.reap()
         said = ""
-        with contextlib.suppress(OSError):  # nothing, and somebody whom it has started holds the other end
+        with contextlib.suppress(OSError):  # no answer, and a child of that process holds the other end
             said = os.read(self._said, 1 << 16)[-_SHOWN_BYTES:].decode(errors="replace").strip()
         self._close()
         how = f"was ended by signal {-code}" if code < 0 else f"has ended with code {code}"
@@ -240,7 +239,7 @@ class PlannerProcess:
 
     def _forget(self) -> None:
         self._turn = threading.Lock()  # whose question it has
-        self._lock = threading.Lock()  # what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._child: _Child | None = None
         self._asker: InProcess | None = None
         self._closed = False
@@ -336,7 +335,7 @@ class PlannerProcess:
             return Unavailable(self._unavailable)
 
     def stop(self, asker: InProcess) -> None:
-        """Gives up what is being computed for `asker`, with the process."""
+        """Gives up the computation of `asker`, and with it the process."""
         with self._lock:
             asker.stopped = True
             if self._asker is asker and self._child is not None:
@@ -392,5 +391,5 @@ class InProcess:
 
 
 def executor(native: Raiser) -> Executor:
-    """Who computes for a budget."""
+    """The executor of a budget."""
     return InProcess(native)

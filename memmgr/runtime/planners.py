@@ -1,4 +1,4 @@
-"""Who makes the schedule of a measured period, by the name that a policy has for it (`Policy.planner`)."""
+"""The planners of a measured period, by their names in a policy (`Policy.planner`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EFFORT = 600_000
 """Steps of the planner's search for a period at most: about a second."""
 
 QUICK_EFFORT = EFFORT // 20
-"""Of a first plan, which the full search may replace: what takes its time then is not the search."""
+"""Effort of a first plan, which the full search may replace. Other work than the search takes most of its time."""
 
 PERIODS = 1_000
 """A step of training comes so often at least: more search than they get back is not done."""
@@ -28,14 +28,14 @@ PERIODS = 1_000
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What a planner decided.
+    """A planner's result.
 
     Attributes:
         steps: the schedule.
         overhead: predicted time over the unmanaged one's.
         lower_bound: no schedule takes less, in the same unit; None: the planner has none.
-        away: what is below when the period begins.
-        moved_bytes: what it writes and reads; 0: not counted.
+        away: storages in the tier when the period begins.
+        moved_bytes: bytes that it writes and reads; 0: not counted.
     """
 
     steps: Sequence[Step]
@@ -95,8 +95,9 @@ PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
         **{name: _published(system) for name, system in STATES.items()},
     }
 )
-"""The published ones run with their own feedback and the net that they have in their papers, both in the simulator: what is
-followed live is the whole schedule that comes of it."""
+"""The published ones run with the feedback and the fallback of their papers, both in the simulator. Live, the whole
+resulting schedule is followed.
+"""
 
 QUICK: MappingProxyType[str, Planner] = MappingProxyType({"plan": _quick})
 """The same with a shorter search, of those that search."""

@@ -1,7 +1,6 @@
-"""What is computed beside the training: the plan of a period, and where smaller budgets begin to cost time.
-
-Pure functions from plain data to plain data. They run in the planner's process, which has no torch, or in a thread of the
-training's where no process can be started.
+"""Background computations: the plan of a period, and the budget below which runs get slow. Pure functions from plain
+data to plain data. They run in the planner's process, which has no torch, or in a thread of the training if no process
+can be started.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Made:
         overhead: predicted time over the unmanaged one's.
         lower_bound: no schedule takes less, in the same unit; None: the planner has none.
         rematerialized: how many ops run again.
-        offloaded: how many storages are written below.
-        moved_bytes: what it writes and reads; 0: not counted.
+        offloaded: how many storages are written to the tier.
+        moved_bytes: bytes that it writes and reads; 0: not counted.
     """
 
     ops: int
@@ -92,13 +91,14 @@ class KneeJob:
 
     Attributes:
         period: the pass.
-        need_bytes: of the run; what no op of the pass touches can leave where there is a tier, and stays otherwise.
+        need_bytes: of the run. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay
+            otherwise.
         floor_bytes: no budget below it works.
         margin: share of a budget that a plan leaves free.
         planner: a name in `PLANNERS`; empty: the policy in the simulator predicts.
         policy: its name.
-        recompute: whether ops may run again.
-        offload: whether there is a tier.
+        recompute: ops may run again.
+        offload: there is a tier.
     """
 
     period: Noted
@@ -135,10 +135,10 @@ def find_knee(job: KneeJob) -> Knee:
 
 
 def modules() -> list[str]:
-    """Names of what has been imported here. The planner's process has no torch."""
+    """Names of the modules imported here. The planner's process has no torch."""
     return sorted(sys.modules)
 
 
 def told(error: Exception) -> str:
-    """The text of what has failed here. A period that is no trace (threads whose ops are mixed up) explains itself."""
+    """The text of an error here. A period that is no trace (threads whose ops are mixed up) explains itself."""
     return str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"

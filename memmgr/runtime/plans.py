@@ -1,4 +1,4 @@
-"""Measure, then plan, then follow (design section 5; Capuchin, ASPLOS 2020): one period decides the next ones like it.
+"""Measure, then plan, then follow (Capuchin, ASPLOS 2020): one period decides the next ones like it.
 
 Another process makes the plan while training goes on with malloc's own order. The pager follows it by position and identity;
 where a period deviates, malloc's order finishes it.
@@ -29,19 +29,20 @@ from .planning import Job, KneeJob, Made, find_knee, make
 from .timeline import Measured, Noted, measured, seconds_of
 
 BESIDE = 0.25
-"""Of what a copy takes of a CPU, what ops lose by it that leave a core free: the memory's speed is shared."""
+"""The share of a copy's CPU time that ops lose even if they leave a core free: they share the memory's speed."""
 
 MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
 MOST_MET = 256  # sequences that are known by their hash alone: one that comes again is worth a plan
 FIRST_PLANS = 3  # sequences that are planned although they were met once
 MOST_TRIES = 4  # plans that run short; each leaves more room where the period has shown why, else everywhere
 SHORT_IN_A_ROW = 2  # periods
-MARGIN = 0.01  # of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves)
-PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # what a plan is taken to cost before it is made
+# share of the budget that a plan leaves free, for bytes that no trace shows (alignment, workspaces of kernels)
+MARGIN = 0.01
+PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # assumed cost of a plan before it is made
 QUICK_OPS = 500  # a longer period's first plan is one of a short search, which the full one replaces
 BETTER = 1.02  # by so much, as predicted
-FREE_PLANS = 8  # made without asking what they cost
-PLANNING_SHARE = 0.25  # of the run's time, what the later ones may take of a processor
+FREE_PLANS = 8  # plans that are made without a check of their cost
+PLANNING_SHARE = 0.25  # share of one processor, over the run's time, that later plans may take
 
 
 def budgets(limit_bytes: int, tries: int = 0) -> list[int]:
@@ -83,12 +84,12 @@ class Plans:
     Args:
         pager: the native half.
         limit_bytes: the budget.
-        policy: who makes them (`planner`), and whether ops may run again.
-        planned: whether anybody makes some; else nothing is ever measured for them.
-        offload: whether there is a tier.
+        policy: the planner (`planner`), and if ops may run again.
+        planned: plans are made at all; else no period is measured for them.
+        offload: there is a tier.
         below_bytes: its room; 0: the file system's.
-        device: the type of the managed one.
-        happened: told of each (`Telemetry.happened`).
+        device: the type of the managed device.
+        happened: called for each plan (`Telemetry.happened`).
 
     Attributes:
         limit_bytes: the budget that the next plans are for.
@@ -128,11 +129,11 @@ class Plans:
 
     @property
     def asked(self) -> bool:
-        """Whether there are any."""
+        """Tells if plans are made at all."""
         return bool(self._planner)
 
     def wanted(self) -> bool:
-        """Is the next period worth noting? Only once memory has been short. Who plans gets ready meanwhile."""
+        """Tells if the next period should be recorded: only once memory has been short. Prepares the executor then."""
         wanted = self.asked and self._pager.stats()["reclaims"] > 0
         if wanted and not self._prepared:
             self._prepared = True
@@ -140,7 +141,7 @@ class Plans:
         return wanted
 
     def fits_none(self, key: int) -> bool:
-        """Whether none was found for the sequence with this hash."""
+        """Tells if no plan was found for the sequence with this hash."""
         known = self._known.get(key)
         return known is not None and known.made is None and bool(known.error)
 
@@ -150,9 +151,8 @@ class Plans:
             self._begin(ended, lambda: self._to_plan(ended))
 
     def loop_turned(self, ended: PeriodInfo) -> None:
-        """A turn of a loop without a backward, the same as the one before, that no plan was enough for. One thread at a time.
-
-        What is in it may have grown (a cache), so it is measured anew each time.
+        """A turn of a loop without a backward, the same as the one before, for which no plan was enough. One thread at
+        a time. Its tensors may have grown (a cache), so it is measured anew each time.
         """
         if self._may_plan() and self._offload:  # without gradient nothing is recorded that could run again
             self._begin(ended, lambda: self._known_anew(ended, repeats=True))
@@ -183,14 +183,15 @@ class Plans:
 
     def _to_plan(self, ended: PeriodInfo) -> _Known | None:
         key, trials = ended["hash"], ended["trials"]
-        repeats = self._offload and ended["before"] == key  # what lives on cannot leave without a tier
+        repeats = self._offload and ended["before"] == key  # without a tier, tensors that live on cannot be evicted
         known = self._known.get(key)
         if known is None:
             first, before = not self._met, key in self._met
             self._met[key] = None
             while len(self._met) > MOST_MET:
                 self._met.popitem(last=False)
-            # The first ones; later only what has come before: where no period is like another, planning buys nothing.
+            # The first periods; later only a period that has occurred before: a plan for a period that does not recur
+            # gains nothing.
             if not self._may_plan() or (len(self._known) >= FIRST_PLANS and not before):
                 return None
             # The very first makes the optimizer's states, and never comes again. One that comes again at once gets a better
@@ -203,7 +204,8 @@ class Plans:
             return None
         if trials < known.trials or repeats > known.repeats or (known.made is None and self._is_tried_again(known)):
             known.period, known.trials, known.repeats = self.noted(repeats=repeats), trials, repeats
-            known.tries = known.margin = known.short = 0  # what did not fit, or ran short, was another plan
+            # an earlier failure, or a plan that ran short, was of another plan
+            known.tries = known.margin = known.short = 0
         elif ended["followed"] and self._runs_short(known, ended["short"]):
             self._make_room(known)
         else:
@@ -216,14 +218,15 @@ class Plans:
         return known.without & (known.without - 1) == 0
 
     def _runs_short(self, known: _Known, short: bool) -> bool:
-        """Whether it does so time and again: the first period under a plan begins with what another order has left."""
+        """Tells if the plan runs short repeatedly. The first period under a plan begins with the residency that another
+        order has left.
+        """
         known.short = known.short + 1 if short else 0
         return known.short >= SHORT_IN_A_ROW and known.tries < MOST_TRIES
 
     def _make_room(self, known: _Known) -> None:
-        """For what its ops needed this time and had not needed when they were measured; if that is nothing, by the margin.
-
-        What was taken for two-valued then and is not needs all of its bytes.
+        """Adds room for memory that its ops needed this time and not when they were measured; if there is none, the
+        margin. A cell that was two-valued then and is not now needs all of its bytes.
         """
         known.tries += 1
         known.short = 0
@@ -317,12 +320,14 @@ class Plans:
         return made
 
     def knee(self, executor: Executor, of: Noted, need_bytes: int, floor_bytes: int) -> Knee:
-        """Where a smaller budget begins to cost time, by the planner, or where there is none by the policy in the simulator.
+        """The budget below which runs get slow, predicted by the planner, or without one by the policy in the
+        simulator.
 
         Args:
             executor: finds it.
             of: a pass.
-            need_bytes: of the run; what no op of the pass touches can leave where there is a tier, and stays otherwise.
+            need_bytes: of the run. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay
+                otherwise.
             floor_bytes: no budget below it works.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Policies that malloc does not have built in rank what may leave, ahead of need, on a thread of their own (design section 5).
+"""Policies that malloc does not have built in rank the candidates ahead of need, on a thread of their own.
 
-Malloc never takes the GIL (rule 11): it takes victims from the order that was made last, and while it uses up the first half
-of that the next one is made. Where there is none yet, its own order decides, which is DTR's.
+Malloc never takes the GIL (rule 11): it takes victims from the last order. While it uses up the first half of that, the
+next one is made. Where there is none yet, malloc's own order decides, which is DTR's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Ranker:
             join(self._thread)
 
     def complaints(self) -> list[str]:
-        """What went wrong, for who ends the budget."""
+        """Errors of the policy, to report when the budget ends."""
         failed = f"the policy {self._policy.name!r} failed ({self.error}): malloc's own order decided from there on"
         return [failed] if self.error else []
 
@@ -88,7 +88,7 @@ class Ranker:
             recomputable=np.frombuffer(droppable, dtype=np.bool_),
             clean=np.frombuffer(clean, dtype=np.bool_),
             offloadable=np.frombuffer(offloadable, dtype=np.bool_),
-            next_use=np.arange(len(size)),  # what was touched last is wanted first in backward
+            next_use=np.arange(len(size)),  # backward reads the tensor touched last first
         )
         ranking = rank(candidates, self._policy.filter, self._policy.director, self._link())
         self.rankings += 1

@@ -1,7 +1,8 @@
 """After how many backwards a program repeats itself: gradients that accumulate, micro-batches of a pipeline, networks in turn.
 
-A plan is for what comes again. What several backwards make together is held from one to the next, and the next is another one:
-a plan for each alone has to begin and end with all of it in memory. Where that does not do, a period spans the round.
+A plan is for a period that recurs. Tensors that several backwards make together are held from one to the next, and the
+next backward is a different one. A plan for each alone has to begin and end with all of them in memory. If that does
+not fit, a period spans the round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Rounds:
         self.forget()
 
     def forget(self) -> None:
-        """What comes is a period for each backward, until a round is found again."""
+        """Back to one period for each backward, until a round is found again."""
         self.backwards = 1
         self._since = 0
         self._wait: int | None = None

@@ -1,7 +1,7 @@
-"""A budget that is a share of what the run needs: measured in its first passes, then set once.
+"""A budget that is a share of the run's need: measured in its first passes, then set once.
 
-The need is the most that a pass would have held without memmgr. The very first pass has no optimizer states yet, so it is
-known when a pass has added nothing to it and no state is still to come.
+The need is the most that a pass would have held without memmgr. The very first pass has no optimizer states yet, so the
+need is known when a pass has not raised it and no state is still missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Asked(Protocol):
-    """What the budget was asked for."""
+    """The settings of the budget."""
 
     limit_bytes: int
 
@@ -43,7 +43,7 @@ class Asked(Protocol):
 
 
 class Native(Inventory, Raiser, Protocol):
-    """What is used of the pager."""
+    """The functions that are used of the pager."""
 
     def set_limit(self, limit_bytes: int) -> None: ...
     def settle(self) -> int: ...
@@ -54,11 +54,11 @@ class Sizing:
     """Measures one run, then sets its limit.
 
     Args:
-        need: what the limit becomes.
-        asked: `limit_bytes` of it is set.
+        need: the share that the limit becomes.
+        asked: its `limit_bytes` is set.
         native: the pager.
-        plans: predict what a budget costs, and are told of it.
-        happened: told of the limit (`Telemetry.happened`).
+        plans: predict the cost of a budget, and get the new limit.
+        happened: called with the limit (`Telemetry.happened`).
 
     Attributes:
         done: the limit is set.
@@ -92,11 +92,12 @@ class Sizing:
         return self._need.share is None and self._thread is None and not self.done
 
     def period_ended(self, info: PeriodInfo, note: Callable[[bool], Noted]) -> None:
-        """A pass that was noted; without one like it before it, what lives on from pass to pass is not understood.
+        """Handles a recorded pass. Without an equal one before it, the tensors that live on from pass to pass are not
+        known.
 
         Args:
             info: of the pass.
-            note: hands the pass out; said whether the pass before was the same.
+            note: returns the pass; its argument: the pass before was the same.
         """
         repeats = info["before"] == info["hash"]
         if not self._known or not (repeats or self._passes >= MOST_PASSES):
@@ -164,11 +165,11 @@ class Sizing:
 
     def _set(self, limit_bytes: int, why: str) -> None:
         self._timer.cancel()
-        gc.collect()  # as when a budget opens: what is garbage already shall not leave for the tier
+        gc.collect()  # as when a budget opens: garbage must not be written to the tier
         self._asked.limit_bytes = limit_bytes
         self._plans.limit_bytes = limit_bytes
         self._native.set_limit(limit_bytes)
-        self._native.settle()  # what is beyond it still, the next request for memory says
+        self._native.settle()  # if bytes beyond the limit remain, the next request for memory reports it
         needs = f"the run needs {show_size(self._need_bytes)} ({self._passes} passes measured)"
         text = f"{needs}: the budget is now {show_size(limit_bytes)}, {why}"
         self._happened("limit", budget_bytes=limit_bytes, need_bytes=self._need_bytes, passes=self._passes, text=text)

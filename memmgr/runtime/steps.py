@@ -1,12 +1,13 @@
-"""Optimizers' steps in slices of their lists, each when it is needed, and states without bytes until they are touched.
+"""Optimizers' steps in slices of their lists, each run when it is needed; and states without bytes until they are
+touched.
 
 A `foreach` step is a dozen list ops, and each of them touches every parameter or state: paged one by one they would move all
-states a dozen times. The functions that torch's optimizers call with their lists run on slices instead, so that what a slice
-needs comes once and leaves once. What they compute for one index depends on no other, unless two share memory: then a step stays
-whole.
+states a dozen times. The functions that torch's optimizers call with their lists run on slices instead, so that the
+tensors of a slice are restored once and evicted once. The result for one index depends on no other index, unless two
+share memory: then a step stays whole.
 
-A slice waits until somebody needs what it writes: as a rule the next forward, which meets the parameters one after the other
-and computes beside the transfers, where a step on its own has little to compute while all states move.
+A slice waits until an op needs the tensors that it writes: usually in the next forward. That touches the parameters one
+after the other and computes during the transfers, while a step on its own has little to compute while all states move.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class SlicedSteps:
         self._pager.let_slices_wait(True)
 
     def remove(self) -> None:
-        """Undoes them. What waits runs, and nothing waits any more, in no thread that is in the middle of a step."""
+        """Undoes the patches. Pending slices run, and no later slice waits, also in threads that are in the middle of a
+        step.
+        """
         self._patches.undo()
         if self._counting is not None:
             self._counting.remove()
@@ -78,7 +81,7 @@ class SlicedSteps:
         self._pager.finish_pending()
 
     def finish(self) -> None:
-        """What waits runs; whoever needs what fails is told then."""
+        """Runs the pending slices. An error reaches the op that needs the result."""
         self._pager.finish_pending(True)
 
     def _without_bytes(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,8 +112,8 @@ class SlicedSteps:
             # that one's plan the next again.
             self._waits = self._waits or any(self._pager.any_away(one) for one in lists)
             waits = self._waits and _may_wait(params, args, kwargs)
-            if waits and not original.__name__.startswith("_fused_"):  # which tell autograd nothing
-                # Whoever saved one of these for a backward learns now that it has changed. The gradients have not.
+            if waits and not original.__name__.startswith("_fused_"):  # these ops do not report to autograd
+                # A backward that saved one of these is told now that it has changed. The gradients have not.
                 torch.autograd.graph.increment_version([t for one in lists if one is not args[0] for t in one])
             for first, end in zip(cuts, cuts[1:], strict=False):
                 parts = [a[first:end] if any(a is whole for whole in lists) else a for a in (params, *args)]
@@ -147,9 +150,8 @@ class SlicedSteps:
 
 @contextlib.contextmanager
 def _not_compiling() -> Iterator[None]:
-    """What `torch.export` reads ends slices while torch's flag says that it compiles, and then optimizers take other formulas.
-
-    The flag is one for all threads: what another has set meanwhile stays.
+    """Slices end inside code that `torch.export` traces while torch's flag says that it compiles, and then optimizers
+    take other formulas. The flag is one for all threads: a value that another thread has set in the meantime stays.
     """
     flag = torch.compiler._is_compiling_flag
     off: Any = float("0")  # no other object is this one
@@ -167,8 +169,9 @@ def _chosen(parts: list[Any], which: list[bool]) -> list[Any]:
 
 
 def _may_wait(params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Only what is known by its numbers alone: lists of plain tensors, settings that nobody changes meanwhile, and no mode
-    that sees the ops of its block."""
+    """Only steps that are determined by their numbers alone: lists of plain tensors, settings that do not change in the
+    meantime, and no mode that sees the ops of its block.
+    """
     if torch.is_grad_enabled() or kwargs.get("capturable") or kwargs.get("differentiable") or not args:
         return False
     if _modes():

@@ -1,15 +1,18 @@
 """A measured period of the pager as a `memmgr.policies.trace.Trace`, and a plan for it as rows that the pager follows.
 
-What a measured trace means, beyond what `policies/trace/trace.py` says of all traces:
+Further properties of a measured trace, in addition to those of all traces (`policies/trace/trace.py`):
 
-- A storage is one version of a cell; small storages are not in it. What was there when the period began is a constant.
-- `c.elsewhere` is the most that was resident and no cell's: small tensors, what C++ holds for itself.
-- `scratch` is what an op needed beyond its outputs at the worst moment inside it; it is released right after.
-- Two-valued bytes can leave all but a bit for each element: their op makes the bits, and another makes the bytes of them.
-- What nobody has a recipe for is `OpKind.ONCE`: ops that run without gradient (backward's own), and what is refused.
-- `(between ops)` takes the time of the program itself: a CPU does nothing else meanwhile.
-- `(not by an op)` makes what came between two ops: a storage that was resized (FSDP2's gathered parameters), a batch. It takes
-  no time, and comes before the first op that touches it.
+- A storage is one version of a cell; small storages are not in it. A storage that existed when the period began is a
+  constant.
+- `c.elsewhere` is the most resident bytes outside of cells: small tensors, memory that C++ holds for itself.
+- `scratch` is the memory that an op needed beyond its outputs at the worst moment inside it; it is released right
+  after.
+- Two-valued bytes can be packed to a bit for each element: their op makes the bits, and another op makes the bytes of
+  them.
+- An op without a recipe is `OpKind.ONCE`: ops that run without gradient (backward's own), and refused ones.
+- `(between ops)` takes the time of the program itself, in which a CPU runs no op.
+- `(not by an op)` makes storages that appeared between two ops: a storage that was resized (FSDP2's gathered
+  parameters), a batch. It takes no time, and comes before the first op that touches it.
 - In-place writes reuse their block (`copy_on_write` is False).
 """
 
@@ -36,7 +39,7 @@ _WRITES, _MAKES, _RECIPE, _COMES = 1, 2, 4, 16  # allocator/pager/timeline.h
 _BEFORE = 1 << 31  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS, READS = 0, 1, 2, 3
-"""What a row says; `allocator/pager/follow.h`."""
+"""The kinds of a row; `allocator/pager/follow.h`."""
 
 Rows = list[tuple[int, int, int]]
 
@@ -49,8 +52,8 @@ class Measured:
     """A period.
 
     Attributes:
-        trace: what ran.
-        position: of each op of the trace, the pager's; of one that is not the pager's, that of the next.
+        trace: the ops that ran.
+        position: of each op of the trace, the pager's; of an op that the pager does not have, that of the next one.
         ordinal: of each storage, its cell's; -1: it has none.
         before: of each storage that the cycle begins with, its cell's in the period before, as the pager takes it.
         hashes: by which the pager knows the period again.
@@ -98,7 +101,7 @@ class Noted:
 
     @property
     def scratch_bytes(self) -> int:
-        """The sum of what ops needed beyond their outputs."""
+        """The sum of the bytes that ops needed beyond their outputs."""
         return int(np.frombuffer(self.columns["scratch"], dtype=np.uint64).sum())
 
     @property
@@ -114,14 +117,14 @@ class Noted:
         return int(((flags[made[first]] & _RECIPE != 0) & (bits != 0)).sum())
 
     def with_scratch_of(self, other: Noted) -> Noted:
-        """The same, with each op's scratch what it was in an `other` period of the same ops where that was more."""
+        """The same, with each op's scratch raised to its scratch in `other`, a period of the same ops."""
         both = (np.frombuffer(of.columns["scratch"], dtype=np.uint64) for of in (self, other))
         columns = self.columns.copy()
         columns["scratch"] = np.maximum(*both).tobytes()
         return replace(self, columns=columns)
 
     def measured(self, modules: Sequence[str] = ()) -> Measured:
-        """A trace, and what the pager needs to follow a plan for it.
+        """A trace, and the data that the pager needs to follow a plan for it.
 
         Args:
             modules: paths of modules by their number.
@@ -133,7 +136,7 @@ class Noted:
 
 
 def seconds_of(columns: TimelineColumns) -> float:
-    """What the period took."""
+    """Duration of the period."""
     return sum(float(np.frombuffer(columns[part], dtype=np.float32).sum()) for part in ("seconds", "before"))
 
 
@@ -299,7 +302,7 @@ def measured(
         links: the tiers below, as they were measured.
         device: the type of the managed one.
         repeats: whether the period before it was the same, so that the trace is a cycle.
-        modules: paths of modules by their number; the first is nobody's.
+        modules: paths of modules by their number; the first stands for no module.
 
     Raises:
         TraceError: the columns do not make a trace.
@@ -312,15 +315,15 @@ def measured(
 
 @dataclass(frozen=True)
 class PlanRows:
-    """What the pager follows: (position, ordinal, what) each, sorted; `kept`: (made, read, ordinal).
+    """A plan for the pager: (position, ordinal, kind) each, sorted; `kept`: (made, read, ordinal).
 
     Attributes:
-        departures: may go after the op.
+        departures: may be evicted after the op.
         writes: begin to be written after the op.
-        reads: begin to come back before the op.
-        groups: what is made again before the op, in order, and what goes between; `READS` before it: only when so many of
-            what is made after it have read it.
-        kept: each that nobody holds any more, made before one op and read last before another.
+        reads: begin to be read before the op.
+        groups: storages that are made again before the op, in order, and evictions between them; with `READS` before an
+            eviction, it waits until so many of the later ones have read the storage.
+        kept: storages that the program has released, made before one op and read last before another.
     """
 
     departures: Rows
@@ -339,7 +342,7 @@ class PlanRows:
 def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> PlanRows:
     """A schedule's decisions by position and ordinal.
 
-    What the program has let go of by then needs no row: it is made again with whatever reads it.
+    A storage that the program has released by then needs no row: it is made again with its readers.
 
     Args:
         of: the period.
@@ -347,7 +350,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
         below: constants that are not resident when it begins.
     """
     trace, n = of.trace, len(of.trace.ops)
-    first: dict[int, int] = {}  # of what the cycle begins with, the op that touches it first
+    first: dict[int, int] = {}  # of storages that the cycle begins with, the first op that touches each
     for k, op in enumerate(trace.ops):
         for s in op.inputs:
             if s in of.before:
@@ -375,7 +378,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
     grouped = False  # something was made again for the next of them already
     unmade: dict[
         int, tuple[int, ...]
-    ] = {}  # ops that run with whatever reads their results, and have not yet: what they read
+    ] = {}  # ops that run together with the readers of their results, and have not yet: the storages that they read
     unread: dict[int, int] = {}  # by them: the row of a group by which it goes when they have
 
     def go(s: int) -> None:
@@ -437,12 +440,12 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
         which, row = away[s]
         position, ordinal, _ = found[which][row]
         found[which][row] = position, ordinal, OFFLOADS
-    last: dict[tuple[int, int], int] = {}  # of what is kept, and since when: until when
+    last: dict[tuple[int, int], int] = {}  # kept storages and since when: until when
     for c in carried(trace, steps):
         if trace.storages[c.storage].released <= c.made and of.ordinal[c.storage] >= 0:
             last[c.storage, c.made] = max(last.get((c.storage, c.made), 0), c.read)
     kept = [(before(made), before(read), of.ordinal[s]) for (s, made), read in last.items()]
 
-    # In the order of the plan, which is by position but for what the time between two ops shifts.
+    # In the order of the plan: by position, except where the time between two ops shifts it.
     by_position = {which: sorted(those, key=lambda row: row[0]) for which, those in found.items()}
     return PlanRows(**by_position, kept=sorted(kept))

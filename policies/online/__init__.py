@@ -1,1 +1,1 @@
-"""Decides op by op what runs again, and never sees what comes next."""
+"""Decides op by op which ops run again, and never sees the ops to come."""

@@ -1,23 +1,23 @@
-"""What is resident, what will have to be made again, and what one more eviction would add to that. Exactly, not by
+"""Which storages are resident, which ops will run again, and the time that one more eviction would add. Exact, not by
 union-find.
 
-The picture behind it: in training a tensor that is dropped is needed about once more, in backward, and what is made on
-the way to it serves its neighbours, too. So the price of a set of evictions is *not* the sum of the members' chains but the
-time of the ops that will run again at all, each once:
+The picture behind it: in training a tensor that is dropped is needed about once more, in backward, and the
+intermediates made on the way to it serve its neighbours, too. So the price of a set of evictions is *not* the sum of
+the members' chains but the time of the ops that will run again at all, each once:
 
-    again(E) = the ops that make what was evicted and will be asked for, and, as long as an input of such an op is not
+    again(E) = the ops that make evicted storages which will be read, and, as long as an input of such an op is not
                resident either, the op that makes that input.
 
-The price of evicting one more storage is what it adds to `again`: often just its own op, nothing at all if its op runs
-again anyway (a dropout's mask beside its output), a whole chain where it is the last resident thing that the chain could
-start from. DTR's e* and its union-find form h_eq count the chain again for every member, which overstates the price of
-evicting whole segments, the cheapest thing there is to do.
+The price of evicting one more storage is the time that it adds to `again`: often just its own op, nothing at all if its
+op runs again anyway (a dropout's mask beside its output), a whole chain where it is the last resident thing that the
+chain could start from. DTR's e* and its union-find form h_eq count the chain again for every member, which overstates
+the price of evicting whole segments, the cheapest thing there is to do.
 
 `again` is kept by counting references, as ops only ever depend on older ones.
 
-Two things are not seen by that: *each once* holds only for what finds room together when it is made again (`repeat_seconds`),
-and what backward makes can only be made again from what backward lets go of, so that its price is not that of its op but of
-the whole way to it (`way_seconds`).
+Two effects are not part of that. *Each once* holds only for storages that fit together when they are made again
+(`repeat_seconds`). A gradient can only be made again from tensors that backward frees, so its price is the time of the
+whole chain to it, not of its own op (`way_seconds`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ import numpy as np
 from memmgr.policies.rules.types import Bools, Floats, Ints
 
 _WALK = 128
-"""A chain is followed over so many ops. What is longer is expensive in any case, and every decision would pay for the walk."""
+"""A chain is followed over so many ops. A longer one is expensive in any case, and every decision would pay for the
+walk.
+"""
 
 _UNWANTED = 1e-4
-"""The price of what nobody will ask for, as a share of its op's time: it is lost only if a neighbour goes as well. Small
-enough that everything unwanted goes before anything wanted; it orders the unwanted among themselves."""
+"""The price of a storage that no op will read, as a share of its op's time: it is lost only if a neighbour is evicted
+as well. Small enough that all unwanted storages are evicted before wanted ones; it orders the unwanted among
+themselves.
+"""
 
 _DOUBT = 0.001
-"""The price of what the program holds but is not expected to read: it may do so all the same (a loss that is printed)."""
+"""The price of a storage that the program holds but will probably not read: it may do so all the same (a loss that is
+printed).
+"""
 
 
 @dataclass
@@ -54,9 +60,10 @@ class Ledger:
         wanted: the program will (probably) read it again.
         seconds, inputs, outputs: of each op.
         runs_again: the op is in `again`.
-        way_seconds: of each op that reads what will be gone soon (gradients): time of the longest way of such ops to it.
+        way_seconds: of each op that reads storages which are freed soon (gradients): time of the longest chain of such
+            ops to it.
         used_bytes: resident in all.
-        later_bytes: sizes of what the program holds, per storage, 0 once let go.
+        later_bytes: bytes that the program holds of each storage, 0 once it has released it.
     """
 
     size: list[int] = field(default_factory=list)
@@ -84,10 +91,10 @@ class Ledger:
     _node: dict[int, int] = field(default_factory=dict)  # evicted storage: its node in the union-find of segments
     _parent: list[int] = field(default_factory=list)
     _segment_seconds: list[float] = field(default_factory=list)  # of roots
-    _segment_bytes: list[int] = field(default_factory=list)  # of what the program holds of it
+    _segment_bytes: list[int] = field(default_factory=list)  # of each segment: bytes that the program holds
     _segment_count: list[int] = field(default_factory=list)  # of the same
 
-    # ---- what the program does
+    # ---- events of the program
 
     def new_op(
         self,
@@ -134,7 +141,9 @@ class Ledger:
         self._useful_readers[s] += 1
 
     def release(self, s: int) -> list[int]:
-        """The program let go of s. Returns what nobody can ever want any more: neither the program nor a recompute."""
+        """Records that the program released s. Returns the storages that neither the program nor a recomputation can
+        need again.
+        """
         self.held[s] = False
         if s in self._node:
             root = self._find(self._node[s])
@@ -171,7 +180,7 @@ class Ledger:
         else:
             self._remove_if_idle(self.maker[s])
 
-    # ---- what the policy does
+    # ---- actions of the policy
 
     def evict(self, s: int) -> None:
         """Drops the bytes of s."""
@@ -206,7 +215,7 @@ class Ledger:
     # ---- prices
 
     def victims(self) -> Ints:
-        """What may leave: resident, not empty, can be made again."""
+        """Storages that can be evicted: resident, not empty, can be made again."""
         return np.flatnonzero(self._victim[: len(self.size)])
 
     def prices(self, storages: Ints) -> Floats:
@@ -242,7 +251,7 @@ class Ledger:
                         todo.append(m)
         return share * max(total, self.way_seconds[maker])
 
-    # ---- segments: what is evicted and hangs together, by union-find; what comes back leaves its sums, not its links
+    # ---- segments: connected evicted storages, by union-find; a restored storage takes its sums out, not its links
 
     def _share_seconds(self, s: int) -> float:
         k = self.maker[s]
@@ -333,7 +342,7 @@ class Ledger:
                         todo.append(self.maker[i])
 
     def _disturb(self, k: int) -> None:
-        """The prices that op k is part of: of what is resident below it, through what is not."""
+        """Marks the prices that op k is part of: those of resident storages below it, reached through absent ones."""
         todo, seen = [k], {k}
         while todo:
             for y in self.outputs[todo.pop()]:

@@ -1,22 +1,23 @@
-"""The online policy for recompute-only runs: it sees the program op by op, never what comes next.
+"""The online policy for recompute-only runs: it sees the program op by op, never the ops to come.
 
 Four things set it apart from DTR (its interface is the same: ops run, tensors are released):
 
-1. **Exact prices** (ledger.py): what one more eviction adds to the work that will be done again *at all*.
-2. **What is held is not what is needed** (saved.py): a tensor that no derivative reads is dropped first.
-3. **Room is a matter of when**, not of how stale: score = price / (bytes x d / (d + w)), where d is the bytes that the
-   program made later and still holds. Backward asks in reverse, so d is what it will have consumed before it asks for this
-   one. Evicting what is asked for at once frees nothing (d = 0, never done while there is anything else); beyond a while,
-   w, later is not better, since memory is scarcest at the turn, and everything evicted before is away by then. DTR's
-   1 / staleness prefers old to cheap, however old.
+1. **Exact prices** (ledger.py): the time that one more eviction adds to the work that will be done again *at all*.
+2. **A held tensor is not always needed** (saved.py): a tensor that no derivative reads is dropped first.
+3. **The time of the next use counts**, not staleness: score = price / (bytes x d / (d + w)), where d is the bytes that
+   the program made later and still holds. Backward reads in reverse, so it will have consumed d bytes before it reads
+   this storage. Evicting a storage that is read at once frees nothing (d = 0, done only if there is no other victim).
+   Beyond w, later is not better: memory is scarcest at the turn, and all earlier victims are absent by then. DTR's 1 /
+   staleness prefers an old storage to a cheap one, however old.
 
-4. **What is evicted together has to find room together.** A segment that does not is made again in parts, each time from
-   its beginning; the price of making one larger says so (ledger.py: `repeat_seconds`).
+4. **Storages evicted together must fit together.** A segment that does not fit is made again in parts, each time from
+   its beginning; the price of making a segment larger has that (ledger.py: `repeat_seconds`).
 
-Evictions are revised before they take effect: what the last, large victim made superfluous stays.
+Evictions are revised before they take effect: victims that the last, large one made superfluous stay resident.
 
-A recompute runs the missing ops in the order of the program, with all that the rest of it needs pinned, or, where that does not
-fit, depth first. Where neither does, it pins the inputs of one op at a time, and makes others again if it must (`_Frugal`).
+A recomputation runs the missing ops in the order of the program and pins the inputs of all ops to come. If that does
+not fit, it runs depth first. If neither fits, it pins the inputs of one op at a time and makes others again if it must
+(`_Frugal`).
 """
 
 from __future__ import annotations
@@ -35,34 +36,36 @@ from .ledger import Ledger
 from .saved import saved_by
 
 _NEAR = 0.1
-"""w as a share of the budget. What is asked for before that much was consumed comes back into the same shortage. The result
-hardly depends on it: between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
+"""w as a share of the budget. A storage that is read before that much was consumed comes back into the same shortage.
+The result hardly depends on it: between 0.03 and 0.3 of the budget the overhead moves by 2 %.
+"""
 
 _ROOM = 0.25
-"""What a segment of evicted tensors may take up when it is made again, as a share of the budget, before its parts push each
-other out. Between half and twice as much the overhead moves by a few percent."""
+"""Size limit of a segment of evicted tensors when it is made again, as a share of the budget. Parts of a larger one
+push each other out. Between half and twice as much the overhead moves by a few percent.
+"""
 
-_CRUMB = 1 / 256  # what is smaller than this share of what is short leaves only if there is nothing larger
-_TICK_SECONDS = 1e-12  # what costs nothing still leaves in order of size and time
+_CRUMB = 1 / 256  # storages smaller than this share of the shortage are evicted only if there is no larger victim
+_TICK_SECONDS = 1e-12  # storages that cost nothing are still evicted in order of size and time
 _SURPRISES = 8  # so many tensors thought unneeded are asked for: backward has begun unannounced
 _MOST_AGAIN = 100.0  # recomputing more than so many times the program itself is not running
 
 
 class OverBudget(Exception):
-    """What has to be resident together does not fit, or not without recomputing for ever."""
+    """The storages that must be resident together do not fit, or not without recomputing for ever."""
 
 
 @dataclass
 class Online:
-    """The policy as a machine: tell it what the program does, and it appends to `steps` what is done.
+    """The policy as a machine: it is given the events of the program, and appends its actions to `steps`.
 
     Attributes:
         budget_bytes: most bytes resident.
         steps: the schedule so far; never revised.
         peak_bytes: most bytes resident so far.
         seconds: time of all ops that ran.
-        at_end: how many steps there were when the program ended; those after it bring back what it holds.
-        why: what did not fit; empty as long as all did.
+        at_end: how many steps there were when the program ended; later steps restore the storages that it holds.
+        why: the storages that did not fit, as a sentence; empty as long as all did.
         most_again: gives up when so many times the program's time has been recomputed.
     """
 
@@ -82,14 +85,16 @@ class Online:
     _pins: Counter[int] = field(default_factory=Counter)
     _repeat: Floats = field(default_factory=lambda: np.zeros(64))  # per storage: `repeat_seconds` when last looked at
 
-    # ---- what the program does
+    # ---- events of the program
 
     def begin_backward(self) -> None:
-        """From here on, what is held is needed: gradients are read by several ops each."""
+        """Backward begins: until its end each held storage counts as needed, since gradients are read by several ops
+        each.
+        """
         self._backward = True
 
     def release(self, s: int) -> None:
-        """The program lets go of storage s."""
+        """Records that the program releases storage s."""
         for gone in self.ledger.release(s):
             if self.ledger.resident[gone]:
                 self._evict(gone)
@@ -99,7 +104,7 @@ class Online:
         """The program runs `op`, whose outputs have `sizes`; storages are numbered in the order of making.
 
         Raises:
-            OverBudget: its inputs and outputs, and what cannot leave, are more than the budget.
+            OverBudget: its inputs, its outputs and the storages that cannot be evicted exceed the budget.
         """
         ledger = self.ledger
         once = op.kind in (OpKind.CONSTANT, OpKind.ONCE)
@@ -124,12 +129,12 @@ class Online:
         """The program ends: `held` must be resident.
 
         Raises:
-            OverBudget: they do not fit together, or not with what it takes to make them.
+            OverBudget: they do not fit together, or not with the storages that are needed to make them.
         """
         self.at_end = len(self.steps)
         self._gather(held)
 
-    # ---- what it will read again
+    # ---- which storages the program will read again
 
     def _learn(self, k: int, op: Op) -> None:
         ledger = self.ledger
@@ -183,8 +188,9 @@ class Online:
                 break
         if short > 0:
             self.steps += [Step(Do.FREE, s) for _, s in victims]
-            raise OverBudget(f"{need_bytes} bytes do not fit into {self.budget_bytes} beside what is needed with them")
-        for _, s in sorted(victims, reverse=True):  # the dearest of what the others made superfluous stay
+            raise OverBudget(f"{need_bytes} bytes do not fit into {self.budget_bytes} beside the pinned ones")
+        # The most expensive victims that later ones made superfluous stay resident.
+        for _, s in sorted(victims, reverse=True):
             if ledger.size[s] <= -short:
                 short += ledger.size[s]
                 ledger.restore(s)
@@ -193,10 +199,10 @@ class Online:
                 self.steps.append(Step(Do.FREE, s))
 
     def _pick(self, victims: list[tuple[float, int]], short: int, near: Floats, pinned: set[int]) -> int:
-        """Evicts the cheapest until `short` bytes are free, or nothing is left; what then is still short.
+        """Evicts the cheapest until `short` bytes are free, or no victim is left. Returns the bytes still short.
 
-        Small ones would be picked first by the hundred, to stay after all once a large one has left: they wait until what is
-        short is as small.
+        Small storages would be picked first by the hundred, and all stay in the end once a large one is evicted. They
+        wait until the shortage is as small as they are.
         """
         ledger = self.ledger
         able = ledger.victims()
@@ -211,7 +217,7 @@ class Online:
             scores = (ledger.prices(able) + repeat[able] + _TICK_SECONDS) / room
             if size.max() >= _CRUMB * short:
                 scores[size < _CRUMB * short] = np.inf
-            while True:  # segments grow until something is made again: what was looked at before is too low, or right
+            while True:  # segments grow until an op runs again: a price computed earlier is too low, or right
                 at = int(scores.argmin())
                 s = int(able[at])
                 again = ledger.repeat_seconds(s, _ROOM * self.budget_bytes)
@@ -257,8 +263,9 @@ class Online:
             _Frugal(self).gather(targets)
 
     def _in_order(self, targets: Sequence[int]) -> None:
-        """Everything that is missing, with all that the rest needs pinned: in the order of the program where that fits, else
-        what is needed together together."""
+        """Makes all missing storages, with the inputs of the remaining ops pinned: in the order of the program if that
+        fits, else depth first.
+        """
         ledger = self.ledger
         missing = self._missing(targets)
         for order in (sorted(missing), missing):
@@ -326,7 +333,7 @@ class _Frugal:
 
     def gather(self, targets: Sequence[int]) -> None:
         ledger, online = self.ledger, self.online
-        # (op or -1 for the targets, what it needs, how often each was made for it)
+        # (op or -1 for the targets, the storages that it needs, how often each was made for it)
         stack: list[tuple[int, tuple[int, ...], Counter[int]]] = [(-1, tuple(targets), Counter())]
         online._pins.update(targets)
         waiting: Counter[int] = Counter()
@@ -335,7 +342,7 @@ class _Frugal:
                 k, inputs, made = stack[-1]
                 missing = [s for s in inputs if not ledger.resident[s]]
                 if missing:
-                    # what was pushed out once comes last the next time
+                    # a storage that was pushed out once comes last the next time
                     s = min(missing, key=lambda s: made[s])
                     made[s] += 1
                     if made[s] > self._TIMES:
@@ -358,7 +365,7 @@ class _Frugal:
 
 
 def feed(online: Online, trace: Trace) -> None:
-    """Tells the policy the ops of a trace and what is let go between them, one by one; what is held at the end stays.
+    """Gives the policy the ops of a trace and the releases between them, one by one. Storages held at the end stay.
 
     Raises:
         OverBudget: an op finds no room.

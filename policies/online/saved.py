@@ -1,12 +1,13 @@
-"""Which tensors a backward pass will ask for, told by the names of the ops.
+"""Which tensors a backward pass will read, derived from the names of the ops.
 
-Live, autograd's pack hook says what is saved. An operator log only says what is *held*, by autograd or by a local that
-nobody will read again. The difference is free memory: what is held and not saved can be dropped, and will hardly be made
-again. It follows from the derivatives of the ops, which are the same in every model: the gradient of a sum needs neither
-term, that of a product both, that of tanh its result.
+Live, autograd's pack hook names the saved tensors. An operator log only has the *held* ones, held by autograd or by a
+local that no op reads again. The difference is free memory: a tensor that is held and not saved can be dropped, and
+will hardly be made again. Which tensors are saved follows from the derivatives of the ops, which are the same in every
+model: the gradient of a sum needs neither term, that of a product both, that of tanh its result.
 
-What is not listed counts as saving all that it reads and makes: a wrong "needed" costs some room, a wrong "not needed" costs
-recomputation. Where versions of PyTorch differ (softmax and relu once saved their input, too) both are named.
+An op that is not listed counts as saving all its inputs and outputs: a wrong "needed" costs some room, a wrong "not
+needed" costs recomputation. Where versions of PyTorch differ (softmax and relu once saved their input, too) both are
+named.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SCALAR_BYTES = 8  # a Python number as an argument; it wants no gradient, so it
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the derivative of an op reads.
+    """The tensors that the derivative of an op reads.
 
     Attributes:
         inputs: its inputs.
@@ -60,7 +61,7 @@ _TABLE: dict[str, Saved] = {
 
 
 def saved_by(name: str, input_bytes: Sequence[int]) -> Saved:
-    """What autograd is likely to save for an op of forward.
+    """The tensors that autograd probably saves for an op of forward.
 
     Args:
         name: the aten op's, with or without the underscore of its in-place form.

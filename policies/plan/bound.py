@@ -1,17 +1,18 @@
 """Lower bounds: how little extra time any schedule under a budget can take.
 
-Source: the relaxation of `anchors`, as a linear program. At a *moment* (while op T runs) let K be what is resident and R the
-ops that run again afterwards. Whatever is needed later is in K or its maker is in R; an op in R has each input in K or its
-maker in R; K fits the budget beside what op T itself and the program hold; minimise the time of R. Every schedule gives
-such a K and R, so the fractional optimum is a bound.
+Source: the relaxation of `anchors`, as a linear program. At a *moment* (while op T runs) let K be the resident storages
+and R the ops that run again afterwards. A storage that is needed later is in K or its maker is in R; an op in R has
+each input in K or its maker in R; K fits the budget together with the storages that op T itself and the program hold;
+minimise the time of R. Every schedule gives such a K and R, so the fractional optimum is a bound.
 
-With several moments T1 < T2 < ... the stages between them have their own R, what is resident at a moment was resident at the
-one before, or made since, and the ops after a moment are those of the stages after it. Each moment's own program is among
-the constraints, so the bound is at least the best of the single ones, and tighter where memory is short for long: making
-things again needs room as well.
+With several moments T1 < T2 < ... the stages between them have their own R. A storage resident at a moment was resident
+at the one before, or was made since, and the ops after a moment are those of the stages after it. Each moment's own
+program is among the constraints, so the bound is at least the best of the single ones, and tighter where memory is
+short for long: making things again needs room as well.
 
-With a link, what is not in K may also be read back: the reads after T have to fit beside what runs after T, the writes beside
-what ran before it, or the difference is waited for. That is a bound on time for schedules with offload.
+With a link, a storage that is not in K may also be read back. The reads after T must fit into the time of the ops after
+T, the writes into the time of the ops before it; the excess is waiting. That is a bound on time for schedules with
+offload.
 
 *Known limitations*: an op that runs more than once between two moments is counted once; with a link only the single moments
 count. Views cost nothing again. HiGHS is called with its defaults, so the bound is good to its feasibility tolerance (1e-7).
@@ -93,7 +94,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Moment:
-    """What one moment has to say: which storages matter after it, and what is resident whatever one does."""
+    """One moment: which storages matter after it, and which bytes are resident in every schedule."""
 
     at: int
     relevant: list[int]
@@ -196,7 +197,9 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
 
 
 MOST_WORK = 6_000
-"""Of `tighter`: storages that matter, summed over the moments of all programs it solves. HiGHS takes 0.02 to 0.1 ms for one."""
+"""Limit of `tighter`: storages that matter, summed over the moments of all programs it solves. HiGHS takes 0.02 to 0.1
+ms for one.
+"""
 
 
 def tighter(
@@ -204,9 +207,9 @@ def tighter(
 ) -> float:
     """A bound in extra seconds over more moments than one, for a pass that has a schedule.
 
-    Where memory is short for another reason than at the unmanaged peak (there much of what is resident may leave, here
-    little may), another moment says more; and what is kept for one moment is not there for the other. Each moment is asked
-    alone, then the others join the one that says most while that makes it say more.
+    Memory may be short for another reason than at the unmanaged peak: there many resident storages may be evicted, here
+    few. Then another moment gives a higher bound. Bytes kept for one moment are missing at the other. Each moment is
+    solved alone. Then the others join the one with the highest bound while that raises it.
 
     Args:
         problem: the pass.
@@ -274,7 +277,9 @@ def _kept(rows: Rows, problem: Problem, m: _Moment, budget_bytes: int) -> dict[i
 
 @dataclass(frozen=True)
 class Share:
-    """What the program with a link says: seconds over one run of each op, and the shares kept and read back at the moment."""
+    """Solution of the program with a link: seconds over one run of each op, and the shares kept and read back at the
+    moment.
+    """
 
     seconds: float
     kept: dict[int, float]
@@ -282,11 +287,11 @@ class Share:
 
 
 def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, due: int | None = None) -> Share:
-    """The single-moment program where the link may bring back what K lacks; its objective counts waiting as well.
+    """The single-moment program in which the link may read storages that K lacks. Its objective counts waiting as well.
 
     Args:
-        due: also asks that each read fits between the moment and its first use, and each write between the making and op
-            `due`, or the moment for what is made later. Schedules may do without, so this is advice, not a bound.
+        due: also asks that each read fits between the moment and its first use, and each write between the making and
+            op `due`, or the moment for a storage made later. Schedules may do without, so this is advice, not a bound.
     """
     uses = _uses(problem)
     m = _moment(problem, at, [u[-1] if u else -1 for u in uses])
@@ -312,7 +317,7 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     before, after = float(passed[at + 1]), float(passed[-1] - passed[at])
     reading = {s: problem.size[s] / unit / link.read_bytes_per_second for s in read}
     writing = {s: problem.size[s] / unit / link.write_bytes_per_second for s in read}
-    # What runs again after the moment hides reads too; before it nothing of this program does.
+    # Ops that run again after the moment hide reads too. No op of this program runs again before it.
     more = ((x, -problem.cost[k] / unit) for k, x in again.items())
     rows.at_most(after, *((x, reading[s]) for s, x in read.items()), *more, (waits[0], -1.0))
     rows.at_most(before, *((x, writing[s]) for s, x in read.items()), (waits[1], -1.0))

@@ -1,9 +1,9 @@
 """The least cut of a network (Dinic 1970), and the relaxation of one moment by it.
 
-The relaxation at one moment (bound.py) has one constraint that is not about pairs: the room. With a price on bytes in its place
-what is left is a cut: an op on the source's side runs again and costs its seconds, a storage that somebody on that side reads
-and whose maker is on the other is kept and costs its bytes. The best price lies between two cuts, and their mixture is the linear
-program's own optimum. No solver is needed, and a thousand ops take some 20 ms.
+The relaxation at one moment (bound.py) has one constraint that is not about pairs: the room. With a price on bytes in
+its place, the program is a cut. An op on the source's side runs again and costs its seconds. A storage that an op on
+that side reads and whose maker is on the other side is kept and costs its bytes. The best price lies between two cuts,
+and their mixture is the linear program's own optimum. No solver is needed, and a thousand ops take some 20 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import NamedTuple
 _ALL = float("inf")
 
 _TIE = 1e-7
-"""Of a storage's bytes. Models repeat their layers: what costs the same would all be kept by half, which says nothing."""
+"""A tie-break, as a share of a storage's bytes. Models repeat their layers: storages of equal cost would all be kept by
+half, which decides nothing.
+"""
 
 
 class Network:
@@ -33,9 +35,8 @@ class Network:
         self.room += (capacity, 0.0)
 
     def cut(self, least: float) -> list[bool]:
-        """Per node, whether it is on the source's side of a least cut; capacities under `least` count for nothing.
-
-        `room` is then what the flow leaves, from which a cut of larger capacities can go on.
+        """Returns for each node if it is on the source's side of a least cut; capacities under `least` count for
+        nothing. `room` then holds the residual capacities, from which a cut of larger capacities can continue.
         """
         while True:
             level = self._levels(least)
@@ -90,7 +91,9 @@ class Network:
 
 
 class _Choice(NamedTuple):
-    """What runs again and what is kept: seconds, bytes and which; and the price it is best at, with what the flow left."""
+    """Which ops run again and which storages are kept: seconds, bytes, the sets, the price at which they are best, and
+    the residual capacities of the flow.
+    """
 
     seconds: float
     bytes: float
@@ -103,20 +106,20 @@ def relaxed(
     seconds: dict[int, float], inputs: dict[int, Sequence[int]], size: dict[int, int], maker: dict[int, int],
     wanted: Sequence[int], gone: frozenset[int], room: int, light: dict[int, float],
 ) -> tuple[float, dict[int, float]]:  # fmt: skip
-    """(least seconds that run again, the share of each storage that is kept) where what is kept has `room` bytes.
+    """(least seconds that run again, the share of each storage that is kept) where the kept storages have `room` bytes.
 
     Args:
         seconds: per op that may run again.
-        inputs: per such op, what it reads of `size`.
+        inputs: per such op, the storages of `size` that it reads.
         size: per storage that may be kept or made again.
         maker: the op of each.
-        wanted: what has to be there in the end.
-        gone: what cannot be kept.
+        wanted: storages that must be resident in the end.
+        gone: storages that cannot be kept.
         room: bytes.
-        light: per storage, from 0 to 1, how much rather than its like it is kept.
+        light: per storage, 0 to 1: how strongly it is preferred among equals.
 
     Returns:
-        Infinity and nothing, where there is no such choice.
+        Infinity and an empty dict if there is no such choice.
     """
     ops = {k: 2 + i for i, k in enumerate(seconds)}
     storages = {s: 2 + len(ops) + i for i, s in enumerate(size)}
@@ -135,7 +138,9 @@ def relaxed(
     unit = sum(seconds.values()) or 1.0
 
     def choice(price: float, left: list[float], before: float) -> _Choice:
-        """The one with the least seconds + price * bytes, from what the flow for a price `before`, no higher, left."""
+        """The choice with the least seconds + price * bytes. Continues from the residual flow of a price `before`,
+        which is no higher.
+        """
         network.room = list(left)
         for arc, each in priced:
             network.room[arc] += (price - before) * each

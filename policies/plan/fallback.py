@@ -1,4 +1,6 @@
-"""What a plan falls back to before it gives up: the best schedule of the online policies, as the simulator runs them."""
+"""The planner's last resort when it finds no schedule of its own: the best schedule of the online policies, as the
+simulator runs them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _MOST_SECONDS = 4.0
 def best_online(
     trace: Trace, budget_bytes: int, link: TierLink | None, *, recompute: bool
 ) -> tuple[tuple[Step, ...], Cost] | None:
-    """The fastest schedule of an online policy and what it costs by the rules; None: none of them fits.
+    """The fastest schedule of an online policy and its cost by the rules; None if none of them fits.
 
     Args:
         trace: the pass.
@@ -44,7 +46,9 @@ def best_online(
 
 
 def _finds_room(trace: Trace, steps: Iterable[Step], link: TierLink | None) -> bool:
-    """Whether the tier holds all that is written: the simulator takes it to be as large as needed."""
+    """Tells if the tier holds all bytes that the schedule writes. The simulator takes the tier to be as large as
+    needed.
+    """
     written = {step.target for step in steps if step.do is Do.OFFLOAD}
     if link is None or link.capacity_bytes is None:
         return True

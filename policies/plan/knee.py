@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST = 1.1
-"""Times over a pass without a limit: what the knee may cost."""
+"""The most that the knee may cost: times over a pass without a limit."""
 
 SHARES = tuple(range(95, 0, -5))
 """Per cent of the need that are looked at."""
@@ -29,9 +29,9 @@ def knee(need_bytes: int, slowdown: Callable[[int], float | None]) -> Knee:
     """The smallest of 100, 95, 90 ... 5 per cent of the need under which a pass takes at most `MOST` times as long.
 
     Args:
-        need_bytes: what a pass takes without a limit.
-        slowdown: the time of a pass under so many bytes over that of one without a limit; None: it does not fit. Asked some
-            five times.
+        need_bytes: peak of a pass without a limit.
+        slowdown: the time of a pass under so many bytes over that of one without a limit; None: it does not fit. Called
+            about five times.
 
     Known limitation: found by bisection, so a share that is slow although smaller ones are fast may be passed over.
     """

@@ -1,4 +1,6 @@
-"""Plans with a link: what the relaxation would read back, and mixtures at several prices of the link, the fastest of them."""
+"""Plans with a link: the reads that the relaxation chooses, and mixtures at several prices of the link. The fastest
+plan counts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _PRICES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Seconds of recompute that a second of the link is worth, tried in turn; 0: all that leaves is offloaded."""
 
 _SHARES = ((1.0, False), (0.85, False), (1.0, True), (0.8, True), (0.5, True), (0.25, True))
-"""What share of the bandwidth the advice may count on, and whether writes have to be done when memory fills up first."""
+"""The share of the bandwidth that the advice may count on, and whether writes must have ended when memory fills up
+first.
+"""
 
 _SHARPNESS = (1.0, 3.0)
 
@@ -26,7 +30,7 @@ _SHARPNESS = (1.0, 3.0)
 def offloading(
     problem: Problem, budget_bytes: int, link: TierLink, at: int, effort: int, *, gate: bool
 ) -> Iterator[tuple[Timeline, float]]:
-    """(timeline, seconds) of each way that fits.
+    """Yields (timeline, seconds) of each attempt that fits.
 
     Args:
         problem: the pass; where no op may run again the link alone has to do.
@@ -34,8 +38,8 @@ def offloading(
         link: the tier.
         at: the op of the unmanaged peak.
         effort: steps of search of each way, in quarters and eighths; of all ways, twice as many.
-        gate: nothing is known to fit yet. Then nothing does unless a ladder gets there (`descend`), so that what fits a
-            budget fits every larger one.
+        gate: no schedule is known to fit yet. Then a schedule counts only if a ladder reaches the budget (`descend`),
+            so that every larger budget has one, too.
     """
     if gate:
         fits = descend(problem, budget_bytes, prices_of(problem, link, 0.0))
@@ -54,16 +58,17 @@ def offloading(
             if met:
                 search.settle(effort)
                 yield search.timeline, hide(search.timeline, link, budget_bytes).seconds
-            left -= search.work + problem.n_ops  # its timeline, and what it takes with the copies hidden
+            left -= search.work + problem.n_ops  # the timeline, and its seconds with the copies hidden
             if left < 0:
                 return
 
 
 def prices_of(problem: Problem, link: TierLink, price: float, first: Iterable[int] = ()) -> dict[int, float]:
-    """What may be read back and what that counts for, where the tier's room lasts: `first`, then the dearest per byte.
+    """The storages that may be read back and the price of each, as far as the tier's room lasts: `first`, then the most
+    expensive per byte.
 
-    That is what moving costs less than running the op again, a second of the link being worth `price` seconds and one of the
-    CPU that copies a whole one, and what cannot run again.
+    A storage is on the list if moving it costs less than running its op again, where a second of the link costs `price`
+    seconds and a second of copying by the CPU costs one, or if its op cannot run again.
     """
     prices: dict[int, float] = {}
     room = link.capacity_bytes
@@ -79,7 +84,7 @@ def prices_of(problem: Problem, link: TierLink, price: float, first: Iterable[in
                 if size > room:
                     continue
                 room -= size
-            # Never nothing: what moves fewer bytes is better even where the link is free.
+            # Never 0: even where the link is free, a plan that moves fewer bytes is better.
             prices[s] = max(price, 0.02) * moving + copying
     return prices
 
@@ -87,7 +92,9 @@ def prices_of(problem: Problem, link: TierLink, price: float, first: Iterable[in
 def _advised(
     problem: Problem, budget_bytes: int, link: TierLink, at: int, share: float, due: int, effort: int
 ) -> Iterator[tuple[Search, bool]]:
-    """What the relaxation reads back is offloaded over the moment `at`, the rest shaved; whether it fits."""
+    """Offloads over the moment `at` the storages that the relaxation reads back, and shaves the rest. Yields each
+    search, and if it fits.
+    """
     slower = replace(
         link,
         read_bytes_per_second=share * link.read_bytes_per_second,
@@ -98,7 +105,7 @@ def _advised(
     if not read:
         return
     prices = prices_of(problem, link, 0.0, read)
-    if any(problem.again):  # else what the advice keeps may have to go as well
+    if any(problem.again):  # else storages that the advice keeps may have to be dropped as well
         prices = {s: prices[s] for s in read if s in prices}
     for s in read:
         if s in prices:
@@ -118,7 +125,9 @@ def _advised(
 def _mixed(
     problem: Problem, budget_bytes: int, link: TierLink, price: float, effort: int
 ) -> Iterator[tuple[Search, bool]]:
-    """What costs less over the link than running again, at this price, is offloaded; whether it fits."""
+    """Offloads the storages that cost less over the link at this price than by running again. Yields each search, and
+    if it fits.
+    """
     prices = prices_of(problem, link, price)
     for sharpness in _SHARPNESS:
         search = Search(Timeline(problem, prices), budget_bytes)

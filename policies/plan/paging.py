@@ -1,14 +1,17 @@
-"""Plans for passes that repeat: which blocks leave between two touches, when they are written and when they are read back.
+"""Plans for passes that repeat: which blocks are evicted between two touches, when they are written and when they are
+read back.
 
-Parameters and optimizer states are touched in the same order in every pass, so what leaves and comes back is a cycle.
-`paged` plays passes one after the other with what is known of all of them: the link, whenever it is idle, brings in what is
-missing and touched next, in the room of what is touched last (Cao, Felten, Karlin, Li: A study of integrated prefetching and
-caching strategies, SIGMETRICS 1995). Either of anything (their *aggressive*: never idle, but it moves more than it has to),
-or only of what Belady's choice, made on demand with a part of the budget, lets go anyway (their *conservative*; the other
-part is for what is brought in early). What was changed since its copy was made is written first. Where ops will need the room
-before that touch, nothing is brought in. A pass that ends as it began is the plan; the shortest of all ways counts.
+Parameters and optimizer states are touched in the same order in every pass, so evictions and reads form a cycle.
+`paged` simulates passes one after the other with full knowledge of them. Whenever the link is idle, it reads the absent
+block that is touched next into the room of the block that is touched last (Cao, Felten, Karlin, Li: A study of
+integrated prefetching and caching strategies, SIGMETRICS 1995). The room may be that of any block (their *aggressive*:
+never idle, but it moves more than necessary), or only that of blocks which Belady's choice, made on demand with a part
+of the budget, evicts anyway (their *conservative*; the other part is for prefetched blocks). A block that was changed
+since its copy was made is written first. Where ops will need the room before that touch, no read begins. A pass that
+ends as it began is the plan; the shortest one counts.
 
-What runs again is decided before: the program is any schedule of computes, recomputes and frees, and what it holds is paged.
+Recomputation is decided before: the program is any schedule of computes, recomputes and frees, and the storages that it
+holds are paged.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from memmgr.policies.trace.blocks import Program, plain, program_of, spent
 from memmgr.policies.trace.schedule import Step
 
 _RESERVES = (0.1, 0.25, 0.5)
-"""Of the budget, what is for bytes that come early, where only Belady's choice leaves."""
+"""The share of the budget for prefetched blocks, where only Belady's choice is evicted."""
 
 _MANY = 4_000
 """Events from which on one of them has to do, and none where the first way is good enough."""
 
 _AHEAD = 0.05
-"""Of a pass: what ops will make and the link bring in so much time should find room without waiting for a write."""
+"""The share of a pass for which ops and the link should find room without waiting for a write."""
 
 _LOOKED_AT = 8
 """Blocks, for one that should be written before its room is needed."""
@@ -44,7 +47,7 @@ _Gap = tuple[int, int]
 
 
 class _Pager(Cycle):
-    """Who leaves is what is touched last; the link is never idle, or brings only what Belady's choice lets go."""
+    """The victim is the block touched last. The link is never idle, or reads only into the room of Belady's victims."""
 
     def __init__(self, p: Program, budget_bytes: int, link: TierLink, may_leave: set[_Gap] | None = None) -> None:
         super().__init__(p, budget_bytes, link)
@@ -101,7 +104,7 @@ class _Pager(Cycle):
         return self.next[k] == FAR and self.p.blocks[k].again
 
     def _last(self, use: int, line: list[tuple[int, int]] | None = None) -> int | None:
-        """What is touched last, and after `use`, of what can leave."""
+        """The block, among those that can be evicted, whose next touch is last and after `use`."""
         line = self.leaving if line is None else line
         waiting = []
         found = None
@@ -121,7 +124,7 @@ class _Pager(Cycle):
         return found
 
     def make_room(self, size: int, event: int) -> None:
-        """At once, whatever it takes."""
+        """Evicts until `size` bytes are free, now and at any cost."""
         while self.used + size > self.budget:
             k = self._last(self.base + event)
             if k is None:
@@ -135,7 +138,7 @@ class _Pager(Cycle):
             self.leave(k, event)
 
     def ahead(self, event: int, until: float) -> None:
-        """What the link begins while the op runs, which ends at `until`."""
+        """Begins transfers while the op runs, which ends at `until`."""
         reads, writes = self.lanes
         while self.eager and min(self.free_at[reads], self.free_at[writes]) < until:
             while self.missing:
@@ -157,9 +160,8 @@ class _Pager(Cycle):
                 return
 
     def _clear(self, size: int, use: int, event: int, until: float) -> tuple[bool, bool]:
-        """Lets go of what is touched after `use`: whether there is room now, and whether the link may be asked again.
-
-        What is still being written does not go yet, since ops would wait for it.
+        """Evicts blocks that are touched after `use`. Returns if there is room now, and if the link may be asked again.
+        A block whose write has not ended stays, since ops would wait for it.
         """
         while self.used + size > self.budget:
             k = self._last(use)
@@ -177,13 +179,15 @@ class _Pager(Cycle):
         return True, True
 
     def _touched_before_written(self, k: int, event: int) -> bool:
-        """Whether a copy begun now would still be on its way then, in vain if it is changed."""
+        """Tells if a copy begun now would not have ended by the next touch: it would be in vain if that touch changes
+        the block.
+        """
         touched = min(self.next[k] - self.base, len(self.starts) - 1)
         wait = max(self.free_at[self.lanes[1]] - self.now, 0.0) + self.latency
         return self.starts[touched] - self.starts[event] < wait + self.p.blocks[k].size / self.rates[1]
 
     def _written_soon(self, size: int, use: int, event: int, until: float) -> bool:
-        """Begins to write what will have to leave for `size` bytes; False: there is nothing to write."""
+        """Begins to write blocks that must be evicted for `size` bytes. False: there is none to write."""
         if self.free_at[self.lanes[1]] >= until:
             return False
         short = self.used + size - self.budget
@@ -208,7 +212,7 @@ class _Pager(Cycle):
 def paged(
     trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Step] | None = None, enough: float = 0.0
 ) -> Paged | None:
-    """The pass of a cycle that pages what a program holds; None: it does not fit.
+    """The pass of a cycle that pages the storages of a program; None: it does not fit.
 
     Args:
         trace: a measured pass, with its cycle.
@@ -235,12 +239,13 @@ def paged(
 
 
 def least_seconds(trace: Trace, budget_bytes: int, link: TierLink) -> float:
-    """No pass of a cycle takes less: what the trace takes, and the worst stretch of ops whose traffic does not fit beside it.
+    """A lower bound on a pass of a cycle: the trace's own time, plus the worst excess of traffic over compute in a
+    stretch of ops.
 
-    A stretch touches D bytes that come from before it, of which the budget's at most are resident when it begins, and changes
-    W bytes that go on after it, of which the budget's at most are resident when it ends: D - M come in and W - M go out
-    meanwhile (the step of an optimizer is the worst such stretch of a training). Where copies take time of what computes, it
-    computes so much longer. What may run again is left out.
+    A stretch touches D bytes that come from before it, of which at most M, the budget, are resident when it begins. It
+    changes W bytes that live on after it, of which at most M are resident when it ends. So D - M bytes are read and W -
+    M are written during it. In a training the optimizer's step is the worst such stretch. Where copies take time from
+    the cores that compute, the ops take longer by that. Storages that may be recomputed are left out.
     """
     p = program_of(trace, plain(trace))
     n = len(p.steps)

@@ -1,7 +1,7 @@
-"""From a trace and a budget to a plan: keep, recompute, offload and prefetch, cell by cell (design section 5).
+"""From a trace and a budget to a plan: keep, recompute, offload and prefetch, cell by cell.
 
-The plan is a list of steps in the order in which the compute stream meets them, and says what it costs, what no schedule can
-go below, and the gap between the two.
+The plan is a list of steps in the order of the compute stream. It has its cost, a lower bound on every schedule's, and
+the gap between the two.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def plan(
 ) -> Plan:
     """The best plan found. The same arguments give the same plan.
 
-    With a link it is the best of recompute alone, the link alone and mixtures of both, so never worse than either. Where
-    nothing of that fits, it is the best schedule of an online policy.
+    With a link it is the best of recompute alone, the link alone and mixtures of both, so never worse than either.
+    Where none of these fits, it is the best schedule of an online policy.
 
     Args:
         trace: a measured pass.
@@ -51,15 +51,16 @@ def plan(
         link: the tier that may be used; None: recompute only.
         recompute: whether ops may run again; without it the link alone has to do.
         effort: steps of search at most, about 2 us each.
-        periods: how often the plan will be followed: no search goes on that so many do not get back.
-        lets_go: what the program has let go of is gone, as in a run that follows the plan; else a schedule may keep it.
+        periods: how often the plan will be followed. A search ends when that many periods cannot repay it.
+        lets_go: a storage that the program has released is freed, as in a run that follows the plan; else a schedule
+            may keep it.
         solve: whether linear programs are solved, for the bound and as advice; without them the bound is weaker, plans with a
             slow link are up to a twentieth longer, and scipy (50 MB) is not loaded.
 
-    *Known limitations*: what the program holds at the end (gradients) may be dropped and made again, but close to the room
-    that constants, these and the largest op need together a plan may not be found although one exists. What fits a budget fits
-    every larger one, but for the few that only an online policy fits. In a trace that is not `copy_on_write`, recomputing an
-    in-place op is taken to need a private copy (design rule 2).
+    *Known limitations*: storages that the program holds at the end (gradients) may be dropped and made again. But close
+    to the room that constants, these and the largest op need together, a plan may not be found although one exists. If
+    a budget has a plan, every larger one has, too, except for the few that only an online policy fits. In a trace that
+    is not `copy_on_write`, recomputing an in-place op is taken to need a private copy (rule 4).
     """
     wanted = SOLVE.set(solve)
     try:
@@ -91,7 +92,7 @@ def _plan(
             seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
         if link is not None:
             bound = with_link(problem if recompute else swapping, budget_bytes, at, link).seconds
-            # The link alone has its turn too, so that nobody does better with less.
+            # The link alone is tried too, so that no smaller set of means gives a better plan.
             for p in (swapping, problem) if recompute else (swapping,):
                 gate = best is None or p is swapping  # alone it has the same turn
                 for other, takes in offloading(p, budget_bytes, link, at, effort, gate=gate):
@@ -113,14 +114,15 @@ def _plan(
 
 
 _LEVELS = (0.75, 0.5, 0.25, 0.0)
-"""How much of what only a pass holds stays, in turn, between the least that it can be and all; the rest runs again."""
+"""The share of the storages of one pass that stays, in turn, between the least possible and all; the rest runs again.
+"""
 
 _CLOSE = 1.02
 """So near to the bound nothing is tried any more."""
 
 
 def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int, lets_go: bool) -> Plan:
-    """The best of paging alone and of paging what is left once some of it runs again."""
+    """The best of two plans: paging alone, and paging the rest after some storages are recomputed."""
     unmanaged = trace.seconds
     if trace.unmanaged_peak[0] <= budget_bytes:
         idle = Timeline(Problem.of(trace))
@@ -129,7 +131,7 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
     found: list[Plan] = []
 
     def better(made: Plan | None) -> bool:
-        """Whether it is worth going on."""
+        """Tells if further attempts are worth their time."""
         if made is None or not made.feasible:
             return True
         last = min((one.seconds for one in found), default=INFEASIBLE)
@@ -146,7 +148,7 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
         )  # fmt: skip
 
     if better(paging()):
-        # As if what lives from pass to pass could not leave; then with less and less of what does not.
+        # First as if storages that live from pass to pass could not be evicted; then with ever fewer of the others.
         better(_standing(trace, budget_bytes, link, recompute, effort, bound, lets_go))
         if recompute:
             inside = _without_cycle(trace)
@@ -166,7 +168,9 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
 def _standing(
     trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int, bound: float, lets_go: bool
 ) -> Plan:
-    """The best where what lives from pass to pass stays; on a link that is shared, as if each way had half of it."""
+    """The best plan where storages that live from pass to pass stay resident. A shared link counts as half of it each
+    way.
+    """
     share = 0.5 if link.shared else 1.0
     halved = replace(
         link,
@@ -180,7 +184,7 @@ def _standing(
 
 
 def _without_cycle(trace: Trace) -> Trace:
-    """The same ops, where what lives from pass to pass takes no room."""
+    """The same ops, where storages that live from pass to pass take no room."""
     there = {s for pair in trace.cycle for s in pair}
     for op in reversed(trace.ops):
         there.update(old for old, new in op.writes if new in there)
@@ -191,7 +195,9 @@ def _without_cycle(trace: Trace) -> Trace:
 
 
 def _reads_what_is_gone(trace: Trace, steps: Iterable[Step]) -> bool:
-    """Whether an op runs again on bytes that another has written over: of what takes no room a copy costs nothing."""
+    """Tells if an op runs again on bytes that another op has overwritten: a storage without size has a copy for
+    nothing.
+    """
     gone: set[int] = set()
     for step in steps:
         if step.do not in (Do.COMPUTE, Do.RECOMPUTE):
@@ -206,7 +212,7 @@ def _reads_what_is_gone(trace: Trace, steps: Iterable[Step]) -> bool:
 
 
 def _read_in_time(trace: Trace) -> Trace:
-    """The same ops, where what reads bytes that take no room and are written over later runs once."""
+    """The same ops, where an op that reads bytes which take no room and are overwritten later runs once."""
     written = {old for op in trace.ops for old, _ in op.writes if not trace.storages[old].size_bytes}
     ops = (
         replace(op, kind=OpKind.ONCE) if op.kind == OpKind.COMPUTE and not written.isdisjoint(op.inputs) else op
@@ -218,7 +224,9 @@ def _read_in_time(trace: Trace) -> Trace:
 def _improved(
     problem: Problem, trace: Trace, budget_bytes: int, steps: tuple[Step, ...], bound: float, effort: int
 ) -> Timeline | None:
-    """The timeline of an online policy's schedule, less what the pass as a whole shows to be superfluous; None: it has none."""
+    """The timeline of an online policy's schedule, without recomputations that are superfluous in the pass as a whole.
+    None: it has no timeline.
+    """
     timeline = replayed(problem, steps)
     if timeline is None or timeline.peak > budget_bytes:
         return None

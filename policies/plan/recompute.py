@@ -16,7 +16,9 @@ from .smallest_budget import smallest_budget_bytes
 from .timeline import Timeline
 
 _WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.0), (0.5, 0.0), (None, 0.0), (0.5, 1.0))
-"""(what the relaxation's K leaves of the price of what it drops; None: not asked, sharpness), most promising first."""
+"""(share of the price that the relaxation's K leaves to dropped storages, None: the relaxation is not used; sharpness),
+most promising first.
+"""
 
 _LADDERS = (1.0, 0.0, 3.0)
 """Sharpness on the way down to a budget that is hard to meet, in turn."""
@@ -25,8 +27,9 @@ _PATIENT = 0.0
 """The one of these that goes on with `_PATIENCE` times the steps for a rung, where all of them ended above the budget."""
 
 _PATIENCE = 4
-"""Where gradients are taken of gradients, what one drop has to run again is most of a step of the program, so a rung takes many
-more steps than there are storages. More than four times as many hardly leads further down."""
+"""Where gradients are taken of gradients, one dropped storage makes most of a step run again, so a rung takes many more
+steps than there are storages. More than four times as many hardly leads further down.
+"""
 
 _MOST_AGAIN = 3.0
 """A schedule of the online policy that recomputes more than so many times the pass is not waited for."""
@@ -35,7 +38,7 @@ _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
 
 STEP_SECONDS = 2e-6
-"""What a step takes, about ..."""
+"""The time of a step, about ..."""
 
 _TURN = 100_000
 """... and so many are a turn: after each it is asked whether it was worth it."""
@@ -45,7 +48,9 @@ _MOMENTS = 6
 
 
 def _hold(timeline: Timeline, moment: int, kept: dict[int, float]) -> list[tuple[int, int]]:
-    """Keeps what K keeps for what K drops, until the last of that is wanted. Returns (storage, event) of each hold."""
+    """Keeps storages of K in the place of those that K drops, until the last of these is used. Returns (storage, event)
+    of each hold.
+    """
     p, now = timeline.problem, timeline.own[moment]
     until = [timeline.stage(uses[-1]) if uses else 0 for uses in timeline.uses]
     for s in sorted(kept, key=lambda s: -p.maker[s]):
@@ -66,10 +71,11 @@ def shaved(problem: Problem, budget_bytes: int, moment: int, kept: dict[int, flo
     for share, sharpness in _WAYS:
         bias = {s: share + k for s, k in kept.items()} if share is not None else {}
         search = Search(Timeline(problem), budget_bytes, bias=bias)
-        # What K keeps although the program has done with it (small tensors that large ones are cheaply made from) is worth
-        # its room only once much is made from it: it stays from the start, and what nobody came for goes afterwards.
+        # K keeps small tensors from which large ones are cheaply made, although the program has done with them. Such a
+        # tensor is worth its room only once much is made from it. It stays from the start, and is dropped afterwards if
+        # no recomputation has read it.
         held = _hold(search.timeline, moment, kept) if share is not None else []
-        # Pruning takes back half at most of what shaving drops too much.
+        # Pruning takes back at most half of the bytes that shaving drops in excess.
         if search.shave(sharpness=sharpness, limit_seconds=2.2 * best, limit_work=effort):
             for s, key in held:
                 search.timeline.release(s, key)
@@ -84,17 +90,17 @@ def shaved(problem: Problem, budget_bytes: int, moment: int, kept: dict[int, flo
 def descend(
     problem: Problem, budget_bytes: int, prices: dict[int, float] | None = None, trace: Trace | None = None
 ) -> Search | None:
-    """A timeline that fits, whatever it costs; None: no plan. What fits a budget fits every larger one.
+    """A timeline that fits, at any cost; None: no plan. If a budget has a timeline, every larger one has.
 
-    That is so because nothing here depends on the budget but where to stop: the same ladders are climbed down, the same
-    levels tried, and a timeline that fits a level fits every budget above it.
+    The reason: only the end of the search depends on the budget. The same ladders are climbed down, the same levels
+    tried, and a timeline that fits a level fits every budget above it.
 
     Args:
         problem: the pass.
         budget_bytes: most bytes resident.
-        prices: what may be read back, see `Timeline`.
-        trace: of the problem, where nothing may be read back: what is proven not to fit is not searched for, and where all else
-            fails the online policy has its turn at the same levels.
+        prices: the storages that may be read back, see `Timeline`.
+        trace: the problem's, if no storage may be read back. A budget that is proven too small is then not searched
+            for, and the online policy runs at the same levels if all else fails.
     """
     least = least_bytes(problem)
     work = 2_000 + 24 * len(problem.size)  # steps of one level that may be in vain
@@ -127,9 +133,10 @@ def descend(
 
 
 def _climb_down(search: Search, sharpness: float, budget_bytes: int, least: int, work: int, step: float) -> bool:
-    """Lowers the peak by a share of what is above `least`, rung by rung; whether the budget is met.
+    """Lowers the peak by a share of its excess over `least`, rung by rung. Returns if the budget is met.
 
-    A rung that takes more than `work` steps is taken back and tried half as far down, until that is too little to be tried.
+    A rung that takes more than `work` steps is taken back and tried half as far down, until that is too little to be
+    tried.
     """
     timeline = search.timeline
     while timeline.peak > budget_bytes and step > 0.02:
@@ -143,7 +150,9 @@ def _climb_down(search: Search, sharpness: float, budget_bytes: int, least: int,
 
 
 def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
-    """The timeline of a schedule; None if a stage runs things again in more orders than there are rows, or keeps what is gone."""
+    """The timeline of a schedule. None: a stage recomputes in more orders than there are rows, or keeps a storage that
+    is freed.
+    """
     timeline = Timeline(problem)
     stages: list[list[list[int]]] = [[[]]]  # per stage, per row, ops in ascending order
     for step in steps:
@@ -165,8 +174,9 @@ def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
 
 
 def traded(search: Search, bound: float, effort: int, periods: float = INFEASIBLE) -> None:
-    """Trades for `effort` steps, until the extra seconds are near the bound, or until `periods` periods do not get back what two
-    turns took."""
+    """Trades for `effort` steps, until the extra seconds are near the bound, or until `periods` periods cannot repay
+    the time of two turns.
+    """
     until, enough, timeline = search.work + effort, bound * (1 + _GOOD), search.timeline
     turn = _TURN if periods < INFEASIBLE else effort
     vain = 0

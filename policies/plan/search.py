@@ -1,4 +1,4 @@
-"""Finds what to run again: shaving the profile down to the budget, then trading what was chosen for something cheaper."""
+"""Finds which ops run again: shaves the profile down to the budget, then trades chosen recomputations for cheaper ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from .timeline import Timeline
 
 _NO_LIMIT = 1 << 62
-_FURTHER = 2.0  # what is dearer than its rival by this factor is not looked at to the end: it waits for its turn
-_SETTLE = 10  # times the steps of finding it may go into taking out what it does not need; those are shorter
-_MANY = 4_000  # events beyond the program's own: from there on they are taken out by the batch first
-# Trading goes on from what is worse than the best by up to this share, and comes back to it after so many turns without a
-# better one. Without that most passes end where no single trade helps.
+_FURTHER = 2.0  # a candidate this much more expensive than its rival is not evaluated to the end: it waits for its turn
+_SETTLE = 10  # steps for removing needless recomputations of a timeline, as a multiple of those of finding it
+_MANY = 4_000  # events beyond the program's own: above this number they are taken out by the batch first
+# Trading continues from a timeline that is worse than the best by up to this share, and returns to the best after so
+# many turns without an improvement. Without that most passes end where no single trade helps.
 _WANDER, _TURNS = 0.01, 30
 
 
@@ -48,24 +48,24 @@ class Search:
 
     @property
     def work(self) -> int:
-        """Steps done so far, 1 to 2 us each: what an effort is measured in."""
+        """Steps done so far, 1 to 2 us each: the unit of an effort."""
         return self._looked + self.timeline.changes
 
-    # ---- what a recompute takes ----------------------------------------------------------------------------------
+    # ---- cost of a recomputation -------------------------------------------------------------------------------
 
     def closure(self, key: int, peak_at: int, most_seconds: float = float("inf")) -> tuple[float, list[int]] | None:
-        """(seconds, keys) of what has to run in `key`'s stage so that its op can run again at `key`; itself included.
+        """(seconds, keys) of the ops that must run in `key`'s stage before its op can run again; itself included.
 
         An input that is not kept until then is kept longer where that fits under the budget and frees nothing at
-        position `peak_at`, else it is made again too. None: something is gone that cannot be made again.
-        Above `most_seconds` it ends: what it has found by then is less than it takes.
+        position `peak_at`, else it is made again too. None: an input is freed and cannot be made again. Above
+        `most_seconds` the search ends: the seconds found by then are too few.
         """
         t, p = self.timeline, self.timeline.problem
         events, profile, pin, gone, stride = t.keys, t.profile, t.pin, t.gone, t.stride
         row = key - key % stride
         keys, seen = [key], {key}
         seconds = 0.0
-        for q in keys:  # grows; all of one row, so what is made in it is there
+        for q in keys:  # grows while it runs; all keys are of one row, so storages made in it are resident
             op = q - row - t.first
             if op < 0:
                 seconds += t.prices[q - row]
@@ -118,7 +118,7 @@ class Search:
     def _gaps(
         self, at: int, sharpness: float, noise: float, splitting: bool, most: int = _NO_LIMIT
     ) -> list[tuple[float, int, float]]:
-        """(seconds per byte, storage, weight) of what is resident at event `at` and not used by it."""
+        """(seconds per byte, storage, weight) of the storages that are resident at event `at` and that it does not use."""
         t, p = self.timeline, self.timeline.problem
         keys, cost = t.keys, self._cost
         over = np.maximum(t.profile - self.budget, 0).astype(np.float64)
@@ -160,15 +160,15 @@ class Search:
         splitting: bool = False,
         fitting: bool = False,
     ) -> bool:
-        """Drops what is cheapest per byte wherever the profile is highest, until it is under the budget.
+        """Drops the storage that is cheapest per byte wherever the profile is highest, until it is under the budget.
 
         Args:
             sharpness: how much more the highest excess counts than a small one, in the worth of a gap.
             noise: random share added to each gap's worth.
             limit_seconds: gives up once so much is run again.
-            limit_work: gives up after so many steps, amid one peak after four times as many.
-            splitting: may run things again in another order than the program's.
-            fitting: bytes beyond what is over the budget count for nothing.
+            limit_work: gives up after so many steps; within one peak, after four times as many.
+            splitting: may recompute in another order than the program's.
+            fitting: bytes beyond the excess over the budget count for nothing.
 
         Returns:
             Whether the budget is met.
@@ -232,10 +232,10 @@ class Search:
         return won
 
     def squeeze(self, *, sharpness: float, limit_work: int) -> bool:
-        """`shave` for budgets near the floor: what led into a corner is taken back and costs more from then on.
+        """`shave` for budgets near the floor: a decision that led into a dead end is taken back and costs more later.
 
-        Whatever is dropped must not raise the peak; where nothing can be dropped at the highest event, what its stage
-        runs again is kept instead, at four times the price next time.
+        A dropped storage must not raise the peak. Where no storage can be dropped at the highest event, the storages
+        that its stage recomputes are kept instead, at four times the price next time.
         """
         t, p = self.timeline, self.timeline.problem
         until = self.work + limit_work
@@ -268,7 +268,7 @@ class Search:
     # ---- pruning -------------------------------------------------------------------------------------------------
 
     def _wanted(self, key: int) -> bool:
-        """Whether anything reads what the event makes."""
+        """Tells if any event reads an output of this event."""
         t = self.timeline
         for s in t._makes(key % t.stride):
             made = t.made[s]
@@ -278,7 +278,7 @@ class Search:
         return False
 
     def _alone(self, key: int) -> bool:
-        """Whether what was made before is gone, and something after the event reads what it makes."""
+        """Tells if an earlier value is dropped before this event and a later event reads an output of it."""
         t = self.timeline
         for s in t._makes(key % t.stride):
             made = t.made[s]
@@ -307,7 +307,7 @@ class Search:
                         stack.append(back)
 
     def hopeless(self, key: int) -> bool:
-        """Whether taking the event out cannot fit, seen without doing it: by what happens before its row."""
+        """Tells from the events before its row that taking the event out cannot fit, without doing it."""
         t, p, keys = self.timeline, self.timeline.problem, self.timeline.keys
         row = key - key % t.stride
         changes = []  # (position from which on, bytes more)
@@ -328,7 +328,7 @@ class Search:
             changes.append((after(uses, start, key), p.size[s]))
         if not changes:
             return False
-        # What the row makes for it goes with it, as if for it alone; what comes from before stays less long.
+        # Inputs that the row makes for it go with it, as if for it alone; earlier inputs stay for a shorter time.
         todo, read = [key], set()
         for q in todo:  # grows
             for s in p.inputs[q - row - t.first] if q - row >= t.first else ():
@@ -399,14 +399,14 @@ class Search:
         """Takes some recomputes out and lets shaving, with noise, find others, until `work` more steps are done or no more than
         `enough_seconds` run again. The bias counts in every other turn, by chance.
 
-        What is worse than before by little is gone on from for some turns (record-to-record travel: Dueck, J. Comp. Phys. 104,
-        1993); at the end the best is there. The timeline has to meet the budget, and does afterwards.
+        A timeline that is a little worse is continued for some turns (record-to-record travel: Dueck, J. Comp. Phys.
+        104, 1993); at the end the best one is restored. The timeline has to meet the budget, and does afterwards.
         """
         t = self.timeline
         until = self.work + work
         best, since = t.extra_seconds, 0
         biases: tuple[dict[int, float], ...] = ({}, self.bias)
-        way: list[tuple[str, int, int]] = []  # what was changed since the best
+        way: list[tuple[str, int, int]] = []  # changes since the best
         while self.work < until and best > enough_seconds:
             t.mark()
             self.bias = self.random.choice(biases)
@@ -445,6 +445,6 @@ class Search:
         else:  # the same op, or its neighbours in the program, wherever they run again
             middle = self.random.choice(extras) % t.stride
             chosen = sorted(extras, key=lambda q: abs(q % t.stride - middle))[:count]
-        for q in sorted(chosen, reverse=True):  # who reads before what is read
+        for q in sorted(chosen, reverse=True):  # readers before the events that they read
             if t.has(q):
                 self.take_out(q)

@@ -13,13 +13,13 @@ _MOST = 16
 
 
 def smallest_budget_bytes(trace: Trace) -> int:
-    """No recompute-only schedule fits in less.
+    """A lower bound: no recompute-only schedule fits in fewer bytes.
 
-    Let C be the ops that need most. After the *last* time that any of them runs, what the program holds at the end is resident
-    or made from what is resident, without C. So beside that last op there are at least so many bytes as suffice for that,
-    a minimum over fractional choices of what is resident (K) and of what runs again afterwards (R). Which op of C is the last
-    is not known: the least over all of them counts. `least_bytes` knows nothing of what backward has made and must keep, so it
-    is often below.
+    Let C be the ops that need most. After the *last* run of any of them, each storage that the program holds at the end
+    is resident or is made from resident ones, without C. So at that last op, in addition to its own need, at least so
+    many bytes are resident as suffice for that: a minimum over fractional choices of the resident storages (K) and of
+    the ops that run again afterwards (R). The last op of C is not known, so the least over all of them counts.
+    `least_bytes` ignores storages that backward has made and must keep, so it is often lower.
 
     *Known limitations*: two sets C are tried, of up to 16 ops that need nearly as much as the largest; without scipy it is
     `least_bytes`.
@@ -43,8 +43,10 @@ def smallest_budget_bytes(trace: Trace) -> int:
 
 
 def _beside(problem: Problem, barred: dict[int, tuple[int, set[int]]], enough: int) -> int:
-    """The least over `barred` (op: the bytes that it needs, and of what) of these bytes and what has to be resident beside
-    them, so that all that is held at the end can be made without any of `barred`. Ends early at `enough`."""
+    """The least over `barred` (op: the bytes that it needs, and the storages that have them) of these bytes plus the
+    bytes that must be resident in addition, so that all storages held at the end can be made without any op of
+    `barred`. Ends early at `enough`.
+    """
     rows = Rows()
     relevant: set[int] = set()
     todo = list(problem.held)

@@ -24,7 +24,9 @@ class Curve:
 
     @classmethod
     def of(cls, found: Iterable[tuple[int, float | None]]) -> Curve:
-        """Of budgets that were looked at, and their times; None: the step does not fit. More bytes never take longer."""
+        """Builds a curve from budgets that were tried and their times; None: the step does not fit. More bytes never
+        take longer.
+        """
         points: list[tuple[int, float]] = []
         for budget, seconds in sorted((b, s) for b, s in found if s is not None):
             if not points or seconds < points[-1][1]:
@@ -48,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Limit:
-    """What some of the ranks may have together: all of them, those of a host, or one with its device."""
+    """The bytes that some ranks may have together: all ranks, those of a host, or one with its device."""
 
     ranks: tuple[int, ...]
     size_bytes: int
@@ -67,10 +69,11 @@ def split(curves: Sequence[Curve], limits: Sequence[Limit]) -> Split | None:
 
     Args:
         curves: of each rank, none without a point.
-        limits: what must hold.
+        limits: all of them hold for the split.
 
-    *Known limitations*: the ranks are taken to meet once a step. Those of a pipeline meet at every micro-batch: what a stage
-    takes longer for one, all behind it wait for, so their step may take longer than the slowest stage, never less.
+    *Known limitations*: the ranks are taken to synchronize once a step. Those of a pipeline synchronize at every
+    micro-batch. All later stages wait when one takes longer, so their step may take longer than the slowest stage,
+    never less.
     """
     times = sorted({seconds for curve in curves for _, seconds in curve.points})
     best: Split | None = None
@@ -87,24 +90,24 @@ def split(curves: Sequence[Curve], limits: Sequence[Limit]) -> Split | None:
 
 
 def fits(budgets: Sequence[int], limits: Iterable[Limit]) -> bool:
-    """Whether no limit is passed."""
+    """Tells if all limits hold."""
     return all(sum(budgets[rank] for rank in limit.ranks) <= limit.size_bytes for limit in limits)
 
 
 def equal(ranks: int, limits: Sequence[Limit]) -> tuple[int, ...]:
-    """The same for each of those who share a limit, as much as the tightest one leaves."""
+    """The same budget for each rank that shares a limit, as large as the tightest limit allows."""
     return tuple(
         min(limit.size_bytes // len(limit.ranks) for limit in limits if rank in limit.ranks) for rank in range(ranks)
     )
 
 
 def spread(budgets: Sequence[int], most: Sequence[int], limits: Sequence[Limit]) -> tuple[int, ...]:
-    """What is left over, in equal parts to those that can use it: a trace does not show every byte.
+    """Adds the bytes left over, in equal parts, to ranks that can use them: a trace does not show every byte.
 
     Args:
         budgets: that fit.
-        most: of each rank, what it can use.
-        limits: what must hold.
+        most: the bytes that each rank can use.
+        limits: all of them hold for the result.
     """
     given = list(budgets)
     for done, rank in enumerate(sorted(range(len(given)), key=lambda r: most[r] - given[r])):

@@ -1,11 +1,11 @@
-"""The planner's picture of a pass: what runs when, and how many bytes are resident at each of these moments.
+"""The planner's model of a pass: when each op runs, and how many bytes are resident at each moment.
 
 A plan is a sequence of *events*: every op of the program once, in order (*stage* t ends with op t), before it in its stage
-the ops that are run again and the storages that are read back. The sequence alone decides what is resident: a storage
-stays from the event that makes it to the last event that wants it before it is made anew. So dropping a storage between
-two uses is adding an event, keeping it is taking one out, and both are local: `Timeline` keeps the profile of resident
-bytes up to date in time proportional to the storage's uses. This is Checkmate's space (survey: R[t, i], S[t, i]) with the
-retention intervals of Moccasin as its only state.
+the ops that are run again and the storages that are read back. The sequence alone decides which storages are resident:
+a storage stays from the event that makes it to the last event that reads it before it is made anew. So dropping a
+storage between two uses is adding an event, keeping it is taking one out, and both are local: `Timeline` keeps the
+profile of resident bytes up to date in time proportional to the storage's uses. This is Checkmate's space (R[t, i],
+S[t, i]) with the retention intervals of Moccasin as its only state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Timeline:
 
     Attributes:
         prices: seconds that reading a storage back counts for; only these storages may be read back.
-        extra_seconds: cost of what runs again, and the price of what is read back.
-        changes: what adding and removing events took so far, in steps of 1 to 2 us: 8 each, and where there are many
-            events also for those that had to move.
+        extra_seconds: seconds of the ops that run again, and the prices of the storages that are read back.
+        changes: work of adding and removing events so far, in steps of 1 to 2 us: 8 for each, and more if many events
+            had to move.
     """
 
     def __init__(self, problem: Problem, prices: dict[int, float] | None = None) -> None:
@@ -49,7 +49,7 @@ class Timeline:
         self.made: list[list[int]] = [[own[k]] for k in p.maker]
         self.uses: list[list[int]] = [[] for _ in range(m)]
         self.pin = [own[t] if t >= 0 else -1 for t in p.pinned]
-        # A copy below goes with what the program lets go of: from there on only its op brings it back.
+        # The tier's copy ends when the program releases the storage. After that only its op can restore it.
         self.let_go = [own[k] + 1 if k >= maker else _NEVER for k, maker in zip(p.let_go, p.maker, strict=True)]
         self.gone = [min(own[k] if k >= 0 else _NEVER, end) for k, end in zip(p.written, self.let_go, strict=True)]
         for k, inputs in enumerate(p.inputs):
@@ -112,11 +112,11 @@ class Timeline:
         return row + s if s in self.prices and key < self.let_go[s] else row + self.first + self.problem.maker[s]
 
     def can_restore(self, s: int, key: int = 0) -> bool:
-        """Whether anything brings storage s back at `key` once it is gone."""
+        """Tells if a dropped storage s can be restored at `key`."""
         return self.problem.again[s] or (s in self.prices and key < self.let_go[s])
 
     def has(self, key: int) -> bool:
-        """Whether the event is there."""
+        """Tells if the event exists."""
         x = bisect_left(self.keys, key)
         return x < len(self.keys) and self.keys[x] == key
 
@@ -126,9 +126,8 @@ class Timeline:
         return [q for q in self.keys if q % stride - first != q // whole]
 
     def split(self, key: int) -> bool:
-        """Moves what happens in `key`'s stage up to `key` one row up, so that things can be made again after it in order.
-
-        Nothing else changes. Returns whether there was a row left.
+        """Moves the events of `key`'s stage up to `key` one row up, so that ops after it can run again in order.
+        Nothing else changes. Returns if there was a row left.
         """
         low = key - key % (self.stride * self.rows)
         a, b = bisect_left(self.keys, low), bisect_right(self.keys, key)
@@ -161,7 +160,7 @@ class Timeline:
         return self.problem.outputs[op] if op < self.problem.n_ops else ()
 
     def reach(self, s: int, key: int) -> int:
-        """The last event up to which what storage s was made for before `key` is resident (its making at least)."""
+        """The last event up to which storage s stays resident after its last making before `key` (its making at least)."""
         made, uses = self.made[s], self.uses[s]
         j = bisect_left(made, key)
         start = made[j - 1]
@@ -169,7 +168,7 @@ class Timeline:
         return uses[b - 1] if b and uses[b - 1] > start else start
 
     def resident(self, s: int, key: int) -> bool:
-        """Whether storage s can be read at `key` for nothing: it is kept past it, or was made in the same stage."""
+        """Tells if storage s can be read at `key` without cost: it is kept past it, or was made in the same stage."""
         made, uses = self.made[s], self.uses[s]
         j = bisect_left(made, key)
         start = made[j - 1]
@@ -189,7 +188,7 @@ class Timeline:
         if self._n + 1 >= len(self._profile):
             self._profile = np.concatenate([self._profile, np.zeros_like(self._profile)])
         profile = self._profile
-        # What is resident between the events before and after: the latter's profile without what it makes itself.
+        # Bytes resident between the events before and after: the latter's profile without its own outputs.
         after = keys[x]
         through = int(profile[x])
         for s in self._makes(after % self.stride):
@@ -266,7 +265,7 @@ class Timeline:
         self.journal = []
 
     def undo(self) -> None:
-        """Takes back what was changed since `mark`."""
+        """Takes back all changes since `mark`."""
         journal, self.journal = self.journal or [], None
         for what, key, s in reversed(journal):
             if what == "add":
@@ -310,10 +309,10 @@ class Timeline:
                 yield s, start, self.reach(s, made[j + 1] if j + 1 < len(made) else _NEVER)
 
     def thin(self, order: Iterable[int], budget_bytes: int) -> int:
-        """Takes out those of `order` in whose stead what they make can be kept, all in one go; returns how many.
+        """Takes out those events of `order` whose outputs can be kept instead, all in one go. Returns how many.
 
-        For timelines of very many events, where taking out one takes long: what else gets free on the way is not looked
-        at, so `remove` may find more. Cannot be undone.
+        For timelines of very many events, where taking out one takes long. Other events that become superfluous are not
+        looked for, so `remove` may find more. Cannot be undone.
         """
         size, keys, profile = self.problem.size, self.keys, self.profile.copy()
         removed: set[int] = set()
@@ -326,7 +325,7 @@ class Timeline:
                 j = bisect_left(made, key)
                 b = bisect_left(uses, made[j + 1]) if j + 1 < len(made) else len(uses)
                 if not b or uses[b - 1] <= key:
-                    continue  # nobody wants it
+                    continue  # no event reads it
                 a, start = bisect_left(uses, key), made[j - 1]
                 low = bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start)
                 fits = not start < self.gone[s] < uses[b - 1]
@@ -368,5 +367,7 @@ class Timeline:
         return profile
 
     def check(self) -> None:
-        """Raises AssertionError if the profile is not what the events say, or an event reads what is not there."""
+        """Raises AssertionError if the profile differs from the events, or an event reads a storage that is not
+        resident.
+        """
         assert (self._counted() == self.profile).all(), "the profile is not that of the events"

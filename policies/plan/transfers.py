@@ -1,6 +1,6 @@
 """When transfers happen: the clock of a timeline with a link, and the moves that hide transfers behind compute.
 
-A storage that is read back anywhere is written once, right after it was first made: its bytes never change (design: a cell is
+A storage that is read back anywhere is written once, right after it was first made: its bytes never change (a cell is
 one version), so one copy serves every read. Writes and reads are two queues, each in the order of the events. Freeing a
 storage whose copy is still being written waits; an op waits for the reads of its inputs. A `Timeline` alone (reads at the
 last moment, frees at the first) keeps the budget but waits a lot; `hide` spends the room that is left on waiting less.
@@ -20,12 +20,12 @@ from .timeline import Timeline
 
 @dataclass(frozen=True)
 class Clock:
-    """What a timeline takes on a link.
+    """The times of a timeline with a link.
 
     Attributes:
-        seconds: all of it, waits included, and what copies take of the CPU that ops run on.
+        seconds: its whole time, with waits and with the time that copies take from the CPU that ops run on.
         begins: per key, when its event begins (reads back: when the read is asked for).
-        written: per storage with a copy, when that is complete.
+        written: per storage with a copy, when the copy is complete.
     """
 
     seconds: float
@@ -82,7 +82,7 @@ def clock(t: Timeline, link: TierLink, *, waiting: bool = True) -> Clock:
 def hide(t: Timeline, link: TierLink, budget_bytes: int, rounds: int = 2) -> Clock:
     """Frees later and reads earlier where there is room, until transfers hide or room ends; returns the clock after it."""
     for _ in range(rounds):
-        # A wait moves everything after it: aiming at where it would be without is what makes it go away.
+        # A wait moves all later events. A copy that aims at the event's time without waits removes the wait.
         _free_later(t, clock(t, link, waiting=False), budget_bytes)
         _read_earlier(t, clock(t, link, waiting=False), link, budget_bytes)
     return clock(t, link)

@@ -1,13 +1,13 @@
-"""AutoTM (Hildebrand, Khan, Trika, Lowe-Power, Akella, ASPLOS 2020): an integer program says which tensor is below between
-which two of its uses.
+"""AutoTM (Hildebrand, Khan, Trika, Lowe-Power, Akella, ASPLOS 2020): an integer program chooses which tensor is in the
+tier between which two of its uses.
 
-Each pair of uses that follow one another, with memory short between them, has a variable: away or not. At every moment of
-shortage enough must be away; the time that the copies take beyond the ops that run beside them is minimised. The link
-carries one copy at a time each way: what is written before some moment has to be written since it was last used, what is
-read after one has to be read by its use.
+Each pair of uses that follow one another, with memory short between them, has a variable: absent or not. At every
+moment of shortage enough bytes must be absent. The objective is the time of the copies beyond the ops that run during
+them. The link carries one copy at a time each way: a write has the time from the last use to the moment of shortage, a
+read the time from that moment to the next use.
 
-*Known limitations*: AutoTM's kernels may also work in the memory below, here an op has its inputs above. At most 60 moments are
-looked at. Needs scipy (the extra `plan`).
+*Known limitations*: AutoTM's kernels may also work in the slower memory; here all inputs of an op are on the device. At
+most 60 moments are used. Needs scipy (the extra `plan`).
 """
 
 from __future__ import annotations

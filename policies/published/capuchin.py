@@ -1,16 +1,17 @@
-"""Capuchin (Peng et al., ASPLOS 2020), as published: decide from one measured pass who swaps and who is recomputed.
+"""Capuchin (Peng et al., ASPLOS 2020), as published: decide from one measured pass which tensors are swapped and which
+are recomputed.
 
 - Candidates: tensors with more than one access that are alive at the peak.
 - Swap: `SwapTime = bytes / bandwidth`; free time `FT = (back_access - SwapTime) - (evicted_access + SwapTime)`. The longest
   free time first, as long as it is not negative: such a swap is hidden.
 - The link is exclusive: swaps in follow one another, so one starts at the latest when the next (in order of use, backwards)
   does. The in-trigger is the last op that starts before that, but not inside the peak window (where memory passes the
-  budget): there the swap in would push out something else.
-- If that is not enough, what the next best swap exposes (-FT, or what it adds to the waits of the exclusive link) is
-  compared with the recompute time of the candidate with the most memory saving per second (MSPS); the cheaper is taken.
-  Recompute times are updated as sources are chosen, too.
+  budget): there the swap in would evict another tensor.
+- If that is not enough, the exposed time of the next best swap (-FT, or the time that it adds to the waits of the
+  exclusive link) is compared with the recompute time of the candidate with the most memory saving per second (MSPS).
+  The cheaper one is taken. Recompute times are updated as sources are chosen, too.
 - Feedback: a swap in that was waited for gets its trigger moved earlier by 5 % of its swap time in the next pass.
-- What is still missing at run time is swapped on demand, least recently used first (its passive mode).
+- A tensor that is absent at run time is swapped in on demand, least recently used first (its passive mode).
 
 Known limitations: all of the above counts a tensor's bytes once, at the peak; ranges inside which memory is short twice are
 not seen. Without a link only MSPS is left.
@@ -35,7 +36,7 @@ from memmgr.policies.trace import OpKind, TierLink, Trace
 
 FEEDBACK_SHARE = 0.05
 PASSES = 20
-"""Passes of feedback at most; it ends as soon as nobody is late."""
+"""Passes of feedback at most; it ends as soon as no swap is late."""
 
 
 def capuchin(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
@@ -69,7 +70,7 @@ def capuchin(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> R
 
 
 def choose(trace: Trace, accesses: Accesses, budget_bytes: int, tier: TierLink | None) -> list[Decision]:
-    """Who leaves, and how, until what is left at the peak fits the budget; triggers are not set yet."""
+    """Which tensors are evicted, and how, until the rest fits the budget at the peak. Triggers are not set yet."""
     peak, at = trace.unmanaged_peak
     missing = peak - budget_bytes
     around = {}
@@ -155,7 +156,7 @@ class _Link:
         )
 
     def _total(self, extra: tuple[tuple[float, float], tuple[float, float]] | None) -> float:
-        """The nearest the peak share the least room: the largest excess of what has to fit over the time there is."""
+        """The largest excess of copy time over the time that there is. The swaps nearest the peak share the least time."""
         total = 0.0
         for direction in (0, 1):
             rows = np.array(self.room[direction] + ([extra[direction]] if extra else []), dtype=np.float64).reshape(
@@ -191,7 +192,7 @@ class _Recompute:
         heapq.heapify(self.heap)
 
     def _seconds(self, s: int) -> float:
-        """Its own op and, up to what is alive at its back access, all sources that are not."""
+        """Seconds of its own op and of all sources that are not alive at its back access."""
         back = self.around[s][1]
         storages, ops = self.trace.storages, self.trace.ops
         total, seen, todo = 0.0, {storages[s].maker}, [storages[s].maker]

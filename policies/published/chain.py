@@ -1,8 +1,9 @@
 """A pass as a chain of blocks, as systems for chains of layers see it.
 
-A cut is a place between two ops of forward. What was made before it and is read by forward after it crosses the cut; with that
-at hand everything after the cut can be made again. In a chain of layers one tensor crosses each cut; where skip connections
-run alongside they cross as well, so any pass is a chain of some blocks. The work of backward is divided at the same cuts.
+A cut is a place between two ops of forward. A tensor made before it and read by forward after it crosses the cut. With
+the crossing tensors all later ones can be made again. In a chain of layers one tensor crosses each cut; where skip
+connections run alongside they cross as well, so any pass is a chain of some blocks. The work of backward is divided at
+the same cuts.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Chain:
             if self.reach[s] > storage.maker:
                 change[storage.maker + 1] += storage.size_bytes
                 change[self.reach[s] + 1] -= storage.size_bytes
-        if not self.trace.copy_on_write:  # its bytes are gone when the part after the cut is made again
+        if not self.trace.copy_on_write:  # its bytes are overwritten when the part after the cut is made again
             for k, op in enumerate(self.trace.ops[: self.turn]):
                 for old, _ in op.writes:
                     if old not in self.trace.constants:
@@ -86,7 +87,7 @@ class Chain:
         return sorted({k for k in found if self.width[k] < 1 << 50})
 
     def crossing(self, cut: int) -> set[int]:
-        """What was made before op `cut` and is read by forward from there on."""
+        """The tensors made before op `cut` that forward reads from `cut` on."""
         return {
             s
             for s, storage in enumerate(self.trace.storages)
@@ -95,7 +96,7 @@ class Chain:
 
     @cached_property
     def interior(self) -> list[set[int]]:
-        """Per block, what it makes for backward alone, or for itself and backward."""
+        """Per block, the tensors that it makes for backward alone, or for itself and backward."""
         block = {k: i for i, (a, b) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)) for k in range(a, b)}
         found: list[set[int]] = [set() for _ in range(len(self))]
         for op in self.trace.ops[self.turn :]:
@@ -107,10 +108,10 @@ class Chain:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Per block, the first op of backward that reads what it, or one before it, has made for backward. The work of block i
-        goes from `starts[i]` to `starts[i - 1]`, of the first block to the end.
+        """Per block, the first op of backward that reads a tensor which it, or an earlier block, has made for backward.
 
-        A block that makes nothing but the input of the next begins where that is read last.
+        The work of block i goes from `starts[i]` to `starts[i - 1]`, that of the first block to the end. A block that
+        makes only the input of the next one begins at the last read of that input.
         """
         n = len(self.trace.ops)
         owner = {s: i for i, saved in enumerate(self.interior) for s in saved}
@@ -131,7 +132,7 @@ class Chain:
         return [*first[:-1], self.turn]
 
     def rematerialize(self, targets: Collection[int], low: int, high: int, there: Collection[int] = ()) -> list[int]:
-        """The ops among low..high - 1 that make `targets` from what was made before and what is `there`."""
+        """The ops among low..high - 1 that make `targets` from earlier tensors and those in `there`."""
         storages, ops = self.trace.storages, self.trace.ops
         found: set[int] = set()
         todo = [s for s in targets if s not in there]

@@ -1,10 +1,10 @@
-"""Checkmate and Moccasin: integer programs over what runs again before which node.
+"""Checkmate and Moccasin: integer programs that choose which node runs again before which.
 
-- `checkmate` (Jain et al., MLSys 2020, section 4): R[t, i] says that node i runs in stage t, S[t, v] that value
-  v is there when stage t begins. A node runs where each of its inputs is there or was made in the stage; what is there was there
-  a stage before, or was made in it. Memory is counted after each node, and what no later node of the stage wants and the
-  next stage does not find is freed. Where the program is not solved in time, the best of what was found and of
-  its relaxation, rounded in two phases (section 5), is the answer.
+- `checkmate` (Jain et al., MLSys 2020, section 4): R[t, i] says that node i runs in stage t, S[t, v] that value v is
+  resident when stage t begins. A node runs if each of its inputs is resident or was made in the stage. A resident value
+  was resident a stage before, or was made in it. Memory is counted after each node. A value that no later node of the
+  stage reads and that is not resident at the next stage is freed. If the program is not solved in time, the answer is
+  the better of the best solution found and of its relaxation, rounded in two phases (section 5).
 - `moccasin` (Bartan et al., NeurIPS 2023): the output of each node has at most two *retention intervals*, so a node runs at most
   once more. The paper solves that by constraint programming over O(n) integers; here it is a row for each node in the same
   program.
@@ -137,7 +137,9 @@ class Stages:
                 used = after
 
     def _freed(self, t: int, v: int, i: int, ran: int) -> int:
-        """Whether value v goes right after node i in stage t: nobody later in the stage reads it, nor does the next find it."""
+        """Tells if value v is freed right after node i in stage t: no later node of the stage reads it, and it is not
+        resident at the next stage.
+        """
         freed = self.p.variable(0.0, 0.0, 1.0)
         self.p.at_most(0.0, (freed, 1.0), (ran, -1.0))
         self.p.at_most(1.0, (freed, 1.0), (self.stays[t + 1, v], 1.0))
@@ -170,7 +172,7 @@ class Stages:
         return self.most_again is None or max(again.values(), default=0) <= self.most_again
 
     def _rounded(self, x: list[float], threshold: float) -> list[list[int]]:
-        """What is kept is rounded, then what has to run for that runs (the paper's two phases)."""
+        """Rounds the kept values first, then the ops that have to run for them (the paper's two phases)."""
         g = self.graph
         kept = {key for key, at in self.stays.items() if x[at] > threshold}
         inputs: list[list[int]] = [[] for _ in range(self.n)]

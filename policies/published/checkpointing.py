@@ -1,12 +1,12 @@
-"""Checkpointing (Chen, Xu, Zhang, Guestrin, arXiv 1604.06174): what crosses some cuts of forward stays; each segment between
-two of them runs once more when backward gets there.
+"""Checkpointing (Chen, Xu, Zhang, Guestrin, arXiv 1604.06174): tensors that cross some cuts of forward stay. Each
+segment between two cuts runs once more when backward reaches it.
 
-- `sqrt_n` (section 4.2): a pass of n layers in the square root of n segments. It has one schedule, whatever the budget.
+- `sqrt_n` (section 4.2): a pass of n layers in the square root of n segments. It has one schedule for all budgets.
 - `chen_greedy` (algorithm 3, *memory planning with given budget*): walks through forward and cuts as soon as a
   segment has made more than b bytes. b is searched, here for the fastest schedule that fits.
 
-The last segment is not made again: backward begins with it. Layers are ops that make something; cuts go where fewest bytes
-cross nearby, and what skips a segment crosses its cuts as well (Checkmate's paper calls that *linearised*).
+The last segment is not made again: backward begins with it. Layers are ops with outputs. A cut is placed where fewest
+bytes cross nearby. A tensor that skips a segment crosses its cuts as well (Checkmate's paper calls that *linearised*).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIZES = 24  # of b that it tries
 
 
 def checkpointed(chain: Chain) -> list[Step]:
-    """The events: each segment is made again before the first op of backward that reads what it has made for backward."""
+    """The events: each segment is made again before the first op of backward that reads one of its tensors."""
     events = runs_of(range(chain.turn), again=False)
     at = chain.turn
     for i in range(len(chain) - 2, -1, -1):

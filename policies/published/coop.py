@@ -1,15 +1,15 @@
-"""Coop (Zhang et al., NeurIPS 2023): memory has addresses, and what leaves is a window of neighbours.
+"""Coop (Zhang et al., NeurIPS 2023): memory has addresses, and a window of neighbours is evicted.
 
-The budget is one arena. Pieces lie in it in order of address; a request takes the best fitting hole. Where there is none, a
-window of neighbouring pieces that is large enough leaves: the one with the smallest sum of h = cost / staleness, where the cost
-is that of a piece's evicted neighbourhood (DTR's union-find) and a hole's is 0. What cannot leave is in no window (*sliding
-window algorithm*). What is cheap to make and what is expensive is placed from different ends of a hole (*cheap tensor
-partitioning*). A write in place keeps its block (*recomputable in-place*).
+The budget is one arena. Pieces lie in it in order of address; a request takes the best fitting hole. Where there is
+none, a window of neighbouring pieces that is large enough is evicted: the one with the smallest sum of h = cost /
+staleness, where the cost is that of a piece's evicted neighbourhood (DTR's union-find) and a hole's is 0. A piece that
+cannot be evicted is in no window (*sliding window algorithm*). Cheap tensors and expensive ones are placed from
+different ends of a hole (*cheap tensor partitioning*). A write in place keeps its block (*recomputable in-place*).
 
-It is the only system here that pays for fragmentation: all others count bytes. Without addresses a window is any set, and what
-is left of Coop is DTR without its size factor.
+It is the only system here that pays for fragmentation: all others count bytes. Without addresses a window is any set,
+and Coop is DTR without its size factor.
 
-*Known limitations*: what an op makes lies side by side. Small pieces have no region of their own.
+*Known limitations*: the outputs of an op lie side by side. Small pieces have no region of their own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def coop(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
 
 
 def cheapest_window(pieces: Sequence[tuple[int, float]], need_bytes: int) -> tuple[int, int] | None:
-    """Of all windows of neighbours that are large enough, the one with the smallest sum of h: (first, end), by two pointers.
+    """The window of neighbours with the smallest sum of h, among those that are large enough: (first, end), by two
+    pointers.
 
     Args:
-        pieces: (bytes, h) each in order of address; holes have h 0, what cannot leave infinity.
+        pieces: (bytes, h) each in order of address; a hole has h 0, a piece that cannot be evicted infinity.
         need_bytes: how large.
     """
     best: tuple[float, int, int] | None = None
@@ -67,7 +68,7 @@ class _Coop(Simulation):
         self.begin: dict[int, int] = {}
         self.cursor = 0  # where the next output goes: the window that `room` has found
         self.expensive = False
-        self.heirs: dict[int, int] = {}  # what takes the block of what, in the op that runs
+        self.heirs: dict[int, int] = {}  # in the running op: which storage takes the block of which
 
     def run_op(self, k: int, do: Do) -> None:
         op = self.trace.ops[k]

@@ -1,7 +1,8 @@
-"""Copies to a tier beside a pass: when each is asked for, and when what is written goes.
+"""Copies to a tier during a pass: when each is queued, and when a written storage is freed.
 
-Writes follow one another in the order in which they are asked for; what is written goes when its copy would be whole if nothing
-waited. Reads are asked for as late as possible so that they follow one another and each ends before its use, or by hand.
+Writes follow one another in the order in which they are queued. A written storage is freed when its copy would be
+complete if no op waited. Reads are queued as late as possible, so that they follow one another and each ends before its
+use, or at an event that the caller names.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from memmgr.policies.trace.schedule import Do, Step
 
 @dataclass(frozen=True)
 class Swap:
-    """A storage that is away for a while.
+    """A storage that is absent for a while.
 
     Attributes:
         storage: which.
         out: the event after which it is written.
-        back: the event that wants it again.
-        gone: the event after which it goes, if the copy is waited for then; None: when the copy is whole.
-        asked: the event before which its read is asked for; None: as late as possible.
-        by: the event after which it is gone at the latest, whatever that waits for.
-        not_before: the event before which its read is asked for at the earliest.
+        back: the event that reads it again.
+        gone: the event after which it is freed, if the copy is waited for then; None: when the copy is complete.
+        asked: the event before which its read is queued; None: as late as possible.
+        by: the event after which it is freed at the latest, however long that waits.
+        not_before: the event before which its read is queued at the earliest.
     """
 
     storage: int
@@ -77,7 +78,9 @@ def with_copies(trace: Trace, events: Sequence[Step], swaps: Sequence[Swap], tie
 
 
 def across(trace: Trace, accesses: Accesses, turn: int) -> dict[int, tuple[int, int]]:
-    """What forward makes and backward reads: the last op of forward that touches it, and the first of backward."""
+    """Storages that forward makes and backward reads: the last op of forward that touches each, and the first of
+    backward.
+    """
     found = {}
     for s, storage in enumerate(trace.storages):
         if storage.maker < turn and s not in trace.constants and storage.size_bytes:
@@ -88,7 +91,7 @@ def across(trace: Trace, accesses: Accesses, turn: int) -> dict[int, tuple[int, 
 
 
 def around_shortage(swaps: Iterable[Swap], used_bytes: Sequence[int], budget_bytes: int) -> list[Swap]:
-    """The same swaps, of which each is away wherever memory is short between its uses; those that help nowhere are left out."""
+    """The same swaps, each absent wherever memory is short between its uses. Swaps that never help are left out."""
     over = [k for k, used in enumerate(used_bytes) if used > budget_bytes]
     found = []
     for swap in swaps:

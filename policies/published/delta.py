@@ -4,9 +4,9 @@ Online: Filter `argmin 1 / (m s)`; Director: `2 (bytes / bandwidth) / c > 1` mea
 chains not counted; Prefetcher: first in, first out, five ahead. Only the units are put right (the public code compares
 microseconds with nanoseconds), and the prefetcher is called.
 
-TACO: a 0/1 knapsack picks beforehand who stays. What is alive at the peak and used later has its bytes as weight and
-min(swap, recompute) as value; the room is the budget less what must be resident. Prefetching goes both ways: who leaves is
-written out right after its last access of forward, and read back five uses ahead.
+TACO: a 0/1 knapsack picks beforehand which tensors stay. A tensor that is alive at the peak and used later has its
+bytes as weight and min(swap, recompute) as value; the room is the budget less the bytes that must be resident.
+Prefetching goes both ways: a victim is written right after its last access of forward, and read back five uses ahead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memmgr.policies.simulate.decided import Accesses, Decision, run_decisions
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import OpKind, TierLink, Trace
 
-_UNITS = 2000  # the knapsack's room in units of so much; what is heavier by a fraction counts as a whole unit more
+_UNITS = 2000  # the knapsack's room, in units; a weight is rounded up to a whole unit
 
 
 def director(c: Candidates, order: Ints, link: Link, urgent_bytes: int) -> Actions:
@@ -51,7 +51,7 @@ def delta_taco(trace: Trace, budget_bytes: int, tier: TierLink | None = None) ->
 
 
 def knapsack(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> list[Decision]:
-    """Who leaves, and how: what the knapsack does not keep.
+    """The tensors that the knapsack does not keep, and how each is evicted.
 
     Known limitations: `_UNITS` units of room, weights rounded up, so it keeps up to one unit per item too little.
     """

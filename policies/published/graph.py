@@ -1,6 +1,7 @@
 """A pass as a graph of nodes that run one after the other, as integer programs see it.
 
-A node is one op, or several neighbours where there are too many ops; what a node makes for the same later nodes is one value.
+A node is one op, or several neighbours if there are too many ops. The outputs of a node for the same later nodes are
+one value.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from .runs import runs_of
 
 @dataclass(frozen=True)
 class Value:
-    """What a node makes for others.
+    """Outputs of a node that other nodes read.
 
     Attributes:
         maker: the node.
         readers: later nodes, ascending.
         size: bytes.
-        held: it has to be there at the end.
+        held: it must be resident at the end.
         overwritten: the node that takes its block; -1: none.
     """
 
@@ -42,9 +43,9 @@ class Graph:
     Attributes:
         trace: the pass.
         nodes: the ops of each, ascending.
-        again: whether a node may run again.
-        seconds: what each takes when it runs again.
-        inside: bytes that it needs beside its inputs and values, at its worst moment.
+        again: per node, if it may run again.
+        seconds: per node, time when it runs again.
+        inside: bytes that it needs in addition to its inputs and values, at its worst moment.
         base: bytes of constants while it runs.
         values: see there.
     """

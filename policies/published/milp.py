@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LIMIT_SECONDS: ContextVar[float] = ContextVar("LIMIT_SECONDS", default=20.0)
-"""What a system's integer programs may take at a budget; the best answer until then counts."""
+"""Time limit of a system's integer programs at a budget; the best answer until then counts."""
 
 
 @dataclass

@@ -3,10 +3,11 @@
 - Tensors of one kind (parameters, gradients, optimizer states) are packed into chunks in the order of use. A chunk is where all
   of its tensors are, and moves whole (*chunk-based memory management*).
 - The size is the one that leaves least unused, found by a search before training (*chunk size searching*).
-- A chunk comes when an op asks for one of its tensors, and nothing is read ahead. Where there is no room for it the chunk goes
-  that is used last, of those that no op at hand uses (*chunk eviction strategy*: Belady's choice over the moments of a warm-up
-  iteration). A chunk lives in one place, so it is written when it goes, changed or not.
-- What is not in chunks (activations) never leaves; chunks have the room beside it at every moment (*runtime memory tracer*).
+- A chunk is read when an op needs one of its tensors; there is no prefetch. If there is no room for it, the chunk that
+  is used last is evicted, of those that the running op does not use (*chunk eviction strategy*: Belady's choice over
+  the moments of a warm-up iteration). A chunk lives in one place, so it is written when it is evicted, changed or not.
+- Tensors outside of chunks (activations) are never evicted; chunks have the rest of the room at every moment (*runtime
+  memory tracer*).
 
 *Known limitations*: it updates parameters on the CPU where the states have no room on the device (*device-aware operator
 placement*), and its gradients take the parameters' places in their chunks; here the step runs on the device, and gradients have

@@ -2,11 +2,11 @@
 2021): a dynamic program over a chain in which each block is kept, offloaded, or made again.
 
 Going through forward once, the next block is saved whole and kept, or saved whole and offloaded; or a stretch of blocks runs from
-its input, kept or offloaded, and is made again in backward by rotor's table with the memory that is there. What is offloaded
-is written while the blocks after it run, and read back while those before it in backward do.
+its input, kept or offloaded, and is made again in backward by rotor's table with the memory that is left. An offloaded
+block is written while later blocks run, and read back while the blocks before it in backward run.
 
 *Known limitations*: the paper's program has the time for which the link lags behind in its state. Here a second of the link has a
-price, and the prices and memories are searched: the rules say what each answer takes, and the fastest that fits is taken.
+price, and the prices and memories are searched: each answer is timed by the rules, and the fastest that fits is taken.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pofo(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
 
 
 class _Forward:
-    """The table over where forward is and what memory is left."""
+    """The table over the position of forward and the memory left."""
 
     def __init__(self, costs: Costs, ways: list[Way], table: Table, price: float) -> None:
         self.costs, self.ways, self.table, self.n = costs, ways, table, len(ways)
@@ -62,7 +62,7 @@ class _Forward:
         self.names.reverse()
 
     def _kept(self, s: int, end: int, whole: bool) -> set[int]:
-        """What stays of a stretch for its backward, beside the input of the block after it."""
+        """Storages of a stretch that stay for its backward, in addition to the input of the block after it."""
         costs = self.costs
         if whole:
             return set(self.ways[s].saved - costs.crossing[s])
@@ -71,7 +71,7 @@ class _Forward:
 
     def _solve(self, s: int, price: float) -> None:
         costs, table = self.costs, self.table
-        price *= 1.0 + s / self.n  # what is made first has the longest time for its copies
+        price *= 1.0 + s / self.n  # the first blocks have the longest time for their copies
         found: list[Floats] = []
         names: list[tuple[int, bool, bool]] = []
         way = self.ways[s]
@@ -106,7 +106,7 @@ class _Forward:
         table = self.table
         stretches: list[tuple[int, int, bool, int]] = []
         events: list[Step] = []
-        written: dict[int, int] = {}  # what is offloaded, and after which event
+        written: dict[int, int] = {}  # offloaded storages, and the event after which each is written
         wanted: dict[int, int] = {}
         s = 0
         while s < self.n:

@@ -1,9 +1,9 @@
 """Rockmate (Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont, ICML 2023): Checkmate inside each block, rotor over the blocks.
 
-The pass is cut into blocks. For each block an integer program says what runs again in its backward where so and so
-much of what backward reads may stay in between: a few ways to save the block, from all of it to next to nothing.
-Rotor's dynamic program chooses among these for each block, beside saving a later input. Blocks that look alike
-are solved once.
+The pass is cut into blocks. For each block, an integer program chooses the ops that run again in its backward if only a
+given number of the bytes that backward reads may stay. That gives a few ways to save the block, from all of it to next
+to nothing. Rotor's dynamic program chooses among these for each block, beside saving a later input. Blocks that look
+alike are solved once.
 
 *Known limitations*: three memories for each block, and no limit of the peak inside it. A block of more than 20 ops is
 condensed, as in `checkmate`. A program that has found nothing in its time, a tenth of
@@ -30,9 +30,9 @@ OPS_OF_A_BLOCK = 3
 """At least: in a single op there is nothing to choose."""
 MOST_NODES = 20
 PART = 0.1
-"""Of `LIMIT_SECONDS`: what each program may take."""
+"""The share of `LIMIT_SECONDS` for each program."""
 SHARES = (0.7, 0.4, 0.1)
-"""Of what backward reads, how much may stay."""
+"""Shares of the bytes that backward reads that may stay."""
 
 _Answer = list[tuple[Do, int]]  # steps of a block's backward, by position among its ops
 
@@ -64,7 +64,7 @@ class Block:
     Attributes:
         number: in the chain.
         ops: of the whole pass, its forward's and then its backward's.
-        trace: of these alone, what comes from elsewhere as constants without bytes.
+        trace: of these ops alone; storages from other blocks are constants without bytes.
         storages: in the whole pass, per storage of `trace`.
         outside: how many constants `trace` begins with.
     """
@@ -77,7 +77,7 @@ class Block:
 
     @classmethod
     def of(cls, costs: Costs, number: int) -> Block:
-        """Block `number`: what makes its output and what its backward reads, and its backward."""
+        """Block `number`: the ops that make its output and the storages that its backward reads, and its backward."""
         chain, whole = costs.chain, costs.trace
         low, high = chain.cuts[number], chain.cuts[number + 1]
         targets = costs.read_by_work(number) | costs.crossing[number + 1]
@@ -107,12 +107,12 @@ class Block:
         return cls(number, ops, trace, [*outside, *made], len(outside))
 
     def look(self) -> object:
-        """The same for blocks that do the same, whatever time was measured for each."""
+        """A key that is equal for blocks with equal ops and sizes. Measured times do not count."""
         ops = tuple((op.name, op.inputs, op.outputs, op.kind) for op in self.trace.ops)
         return ops, tuple((s.size_bytes, s.released) for s in self.trace.storages), self.trace.backward_at
 
     def answers(self) -> list[_Answer] | None:
-        """What its backward does where less of it stays; None: there is no solver."""
+        """The ops that its backward runs when fewer of its bytes stay; None: there is no solver."""
         graph = graph_of(self.trace, MOST_NODES)
         turn = self.trace.backward_at or 0
         begin = next((i for i, ops in enumerate(graph.nodes) if ops.stop > turn), len(graph.nodes))

@@ -1,12 +1,12 @@
 """rotor: optimal checkpointing of chains whose blocks differ (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, *Optimal
 checkpointing for heterogeneous chains*, arXiv 1911.13214, section 4, theorem 1).
 
-For a stretch of blocks s..t, of which the input is there, and m bytes beside it, the fastest way through forward and backward is
-the best of
+For a stretch of blocks s..t whose input is resident, and m bytes in addition, the fastest way through forward and
+backward is the best of
 
-- save all of block s: its forward, then s+1..t with what is left of m, then its backward;
-- save the input of a later block: forward of s..j-1, of which nothing but the input of j stays, then j..t with what that leaves
-  of m, then s..j-1, from the input again, with all of m.
+- save all of block s: its forward, then s+1..t with the rest of m, then its backward;
+- save the input of a later block: forward of s..j-1, of which only the input of j stays, then j..t with the rest of m,
+  then s..j-1, from the input again, with all of m.
 
 A block may offer several ways to save it, with less memory and more time (Rockmate's). Memory is counted in 500 units, as
 published. The blocks are those of a pass that is no chain in truth, so the table is asked for all of its answers, and the
@@ -42,11 +42,11 @@ class Way:
     """One way to save a block between its forward and its backward.
 
     Attributes:
-        saved: what stays between the two.
-        seconds: of its forward, and of what runs again in its backward.
+        saved: storages that stay between the two.
+        seconds: of its forward, and of the ops that run again in its backward.
         forward_bytes: at most, beside its input, when its forward runs.
         backward_bytes: at most, beside its input, when its backward runs.
-        backward: what its backward does.
+        backward: the ops that its backward runs.
     """
 
     saved: frozenset[int]
@@ -86,13 +86,13 @@ def best_of(name: str, costs: Costs, ways: Sequence[Sequence[Way]], budget_bytes
 
 
 class Costs:
-    """What the blocks of a chain take.
+    """Seconds and bytes of the blocks of a chain.
 
     Attributes:
         chain: see there.
         ahead: per block, seconds of its forward if only the input of the next one is made, and its bytes at most.
-        behind: per op, bytes of what backward has made and wants later.
-        crossing: per cut, what crosses it.
+        behind: per op, bytes that backward has made and reads later.
+        crossing: per cut, the bytes that cross it.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -113,7 +113,7 @@ class Costs:
         return range(self.chain.starts[i], self.chain.starts[i - 1] if i else len(self.trace.ops))
 
     def read_by_work(self, i: int) -> set[int]:
-        """What block i makes, and its backward reads."""
+        """Storages that block i makes and its backward reads."""
         low, high = self.chain.cuts[i], self.chain.cuts[i + 1]
         read = {s for k in self.work(i) for s in self.trace.ops[k].inputs} - self.trace.constants
         return self.chain.interior[i] | {s for s in read if low <= self.trace.storages[s].maker < high}
@@ -156,7 +156,7 @@ class Costs:
 
 
 def shifted(rest: Floats, need: int, spent: int) -> Floats:
-    """Seconds by memory, of what takes `rest` with `spent` units less, where `need` have to be there."""
+    """Seconds by memory of a way that takes `rest` with `spent` units less; at least `need` units must be free."""
     least = np.full(UNITS + 1, np.inf)
     low = max(need, spent)
     if low <= UNITS:
@@ -217,7 +217,7 @@ class Table:
         return self.units(costs.bytes_of((way.saved | costs.crossing[s + 1]) - costs.crossing[s]))
 
     def events(self, room: int, s: int = 0, t: int | None = None, *, first: bool = True) -> list[Step]:
-        """What is done for blocks s..t with so many units of memory."""
+        """The events of blocks s..t with so many units of memory."""
         t = self.n - 1 if t is None else t
         if s > t:
             return []

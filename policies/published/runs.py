@@ -1,7 +1,6 @@
-"""From what runs when to a whole schedule.
-
-Published systems say which ops run again before which, and what is copied when. When each storage goes follows from that:
-it stays from what brings it to the last event that wants it before it is brought again.
+"""Completes the events of a schedule. Published systems choose which ops run again before which, and when each copy is
+made. The frees follow from that: a storage stays from the event that makes or reads it to the last event that uses it
+before it is made again.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ UNLIMITED = 1 << 62
 def completed(trace: Trace, events: Sequence[Step]) -> list[Step]:
     """The schedule of these events, with all its frees.
 
-    A copy to the tier wants its storage like an op. A free among the events keeps the storage until there, for whoever wants to
-    wait for a copy no earlier. What runs again for nobody, and a read that nobody wants, is left out.
+    A copy to the tier uses its storage, as an op does. A free among the events keeps the storage until there, for
+    callers that wait for a copy no earlier. A recomputation or a read whose result no event uses is left out.
     """
     dead, useful = _deaths(trace, events)
     steps: list[Step] = []
     resident: set[int] = set()
-    waiting: dict[int, list[int]] = defaultdict(list)  # nobody wants them, but the program holds them so long
+    waiting: dict[int, list[int]] = defaultdict(list)  # no op reads them, but the program holds them so long
     spared: set[int] = set()  # of these, the ones that really wait
     copied: set[int] = set()
     computed = 0
@@ -75,7 +74,7 @@ def completed(trace: Trace, events: Sequence[Step]) -> list[Step]:
 
 
 def _deaths(trace: Trace, events: Sequence[Step]) -> tuple[list[list[int]], list[bool]]:
-    """Per event, what nobody wants once it is over, and whether the event is wanted itself."""
+    """Per event: the storages that no later event uses, and if the event itself is used."""
     dead: list[list[int]] = []
     useful: list[bool] = []
     wanted = set(trace.held_at_end)
@@ -100,7 +99,7 @@ def _deaths(trace: Trace, events: Sequence[Step]) -> tuple[list[list[int]], list
 
 
 def judged(name: str, trace: Trace, budget_bytes: int, tier: TierLink | None, events: Sequence[Step]) -> Run:
-    """What the events come to by the rules, and whether that fits."""
+    """Cost of the events by the rules, and if that fits."""
     steps = completed(trace, events)
     link = tier or TierLink("none", 0.0, 0.0)
     cost = replay(
@@ -125,11 +124,9 @@ def fastest(runs: Iterable[Run]) -> Run:
 
 
 def largest_that_fits(count: int, run: Callable[[int], Run]) -> Run:
-    """Of `count` ways, sorted from the one that needs least to the one that needs most, the fastest that fits, by bisection.
+    """The fastest way that fits, by bisection over `count` ways in ascending order of need; among equals the last.
 
-    Of equals it is the last.
-
-    What a model says of memory is not what the rules say, so the order may be slightly wrong; the ways beside the one that is
+    A model of memory differs from the rules, so the order may be slightly wrong. The neighbours of the way that is
     found are tried as well.
     """
     found = {0: run(0)}

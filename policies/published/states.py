@@ -14,4 +14,4 @@ from .streaming import l2l, zero_infinity, zero_offload
 STATES: MappingProxyType[str, Callable[[Trace, int, TierLink | None], Run]] = MappingProxyType(
     {"zero_offload": zero_offload, "zero_infinity": zero_infinity, "patrickstar": patrickstar, "l2l": l2l}
 )
-"""(a pass that is a cycle, budget in bytes, tier) -> what comes of it; `rules.registry` has the names as policies."""
+"""(a pass that is a cycle, budget in bytes, tier) -> its run; `rules.registry` has the names as policies."""

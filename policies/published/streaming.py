@@ -1,23 +1,27 @@
-"""ZeRO-Offload, ZeRO-Infinity and L2L, as published: what is streamed comes for its use and goes after it, room or not.
+"""ZeRO-Offload, ZeRO-Infinity and L2L, as published: streamed tensors are read for their use and evicted after it,
+whether memory is short or not.
 
-- `zero_offload` (Ren et al., USENIX ATC 2021, section 3, *unique optimal offload strategy*; section 5, *CPU optimizer*): the
-  optimizer's states live below; parameters, gradients and activations never leave. The step goes tile by tile, the next tile
-  on its way while one is computed (double buffering): here a tile is what one op of the step touches.
-- `zero_infinity` (Rajbhandari et al., SC 2021, sections 5.1 and 6.2): parameters, gradients and optimizer states live below. A
-  prefetcher knows the operators' sequence from the iteration before, and asks for what the next three of them need
-  (*overlap centric design*: i + 3, i + 2 and i + 1, a hop each). Activations leave where room is short.
-- `l2l` (Pudipeddi et al., arXiv 2002.05645): one layer is resident at a time, and gradients leave as soon as it is done. The
-  next one is on its way meanwhile where there is room for it (its parallel variant, L2L-p). Activations leave where room is
+- `zero_offload` (Ren et al., USENIX ATC 2021, section 3, *unique optimal offload strategy*; section 5, *CPU
+  optimizer*): the optimizer's states live in the tier; parameters, gradients and activations are never evicted. The
+  step runs tile by tile, and the next tile is read while one is computed (double buffering): here a tile is the set of
+  states that one op of the step touches.
+- `zero_infinity` (Rajbhandari et al., SC 2021, sections 5.1 and 6.2): parameters, gradients and optimizer states live
+  in the tier. A prefetcher knows the operators' sequence from the iteration before, and reads the tensors of the next
+  three of them (*overlap centric design*: i + 3, i + 2 and i + 1, a hop each). Activations are evicted where room is
   short.
+- `l2l` (Pudipeddi et al., arXiv 2002.05645): one layer is resident at a time, and its gradients are evicted when it
+  ends. The next layer is read during it if there is room (the parallel variant, L2L-p). Activations are evicted where
+  room is short.
 
-What is changed since its copy was made is written when it goes, everything else has its copy below still. That goes for gradients
-after their step, too, as long as the script has them (they own theirs, and know that nobody reads them); the plan does the same.
+A tensor that was changed since its copy was made is written when it is evicted; all others still have a valid copy.
+Gradients are written after their step, too, as long as the script holds them (these systems own theirs, and know that
+no op reads them); the plan does the same.
 
-*Known limitations*: all three update parameters on the CPU, and ZeRO-Offload's gradients go there for it. Here the step runs
-on the device, whatever it touches comes up for it, and the bits stay those of the script. Half precision beside fp32 masters,
-several devices and one more hop from the disk are left out. L2L changes the order of a program (all micro-batches through a
-layer, its update at once) and runs a layer's forward again in backward; here the order and the recomputation are the
-program's own. A trace has no layers: they are read off the order of the parameters (`layers`).
+*Known limitations*: all three update parameters on the CPU, and ZeRO-Offload's gradients go there for it. Here the step
+runs on the device on tensors that are read for it, and the bits are those of the script. Half precision beside fp32
+masters, several devices and one more hop from the disk are left out. L2L changes the order of a program (all
+micro-batches through a layer, its update at once) and runs a layer's forward again in backward; here the order and the
+recomputation are the program's own. A trace has no layers: they are read off the order of the parameters (`layers`).
 """
 
 from __future__ import annotations
@@ -37,11 +41,11 @@ OPERATORS_AHEAD = 3
 
 @dataclass(frozen=True)
 class Visit:
-    """Events in which what is streamed stays together.
+    """Events during which streamed tensors stay together.
 
     Attributes:
         first, last: these events.
-        wanted: what has to be there all the time, beside what each of them touches.
+        wanted: blocks that stay resident all the time, in addition to those that each event touches.
     """
 
     first: int
@@ -86,7 +90,7 @@ def _of(p: Program, *which: Kind) -> set[int]:
 
 
 def operators(p: Program, streams: set[int]) -> list[Visit]:
-    """Each op that touches what is streamed, by itself."""
+    """Each op that touches a streamed block, by itself."""
     return [Visit(event, event) for event, touched in enumerate(p.touched) if not streams.isdisjoint(touched)]
 
 
@@ -108,8 +112,10 @@ def relay(p: Program, layer: dict[int, int], streams: set[int]) -> list[Visit]:
 
 
 def layers(trace: Trace, p: Program) -> dict[int, int]:
-    """The layer of each parameter: models repeat theirs, so the longest repetition in the order of first use (size, and the op
-    that uses it) is the layers; what is before and after it are layers by themselves.
+    """The layer of each parameter.
+
+    Models repeat their layers, so the longest repetition in the order of first use (size, and the op that uses it) is
+    taken as the layers. Parameters before and after it are layers by themselves.
     """
     end, which = step_end(p), kinds(p)
     order: dict[int, tuple[int, str]] = {}
@@ -130,7 +136,9 @@ def layers(trace: Trace, p: Program) -> dict[int, int]:
 
 
 class Streamed(Cycle):
-    """What is streamed is read ahead for the next visits, in the order of use, and goes once none of them touches it."""
+    """Streamed blocks are read ahead for the next visits, in the order of use, and evicted once none of these touches
+    them.
+    """
 
     def __init__(
         self, p: Program, budget_bytes: int, link: TierLink, visits: Sequence[Visit], streams: set[int], spills: set[int],
@@ -157,7 +165,7 @@ class Streamed(Cycle):
         self.pinned = [set(here) for here in self.wanted]
         self.ends = {visit.last for visit in visits}
         self.horizon = [self._end_of(event, ahead) for event in range(self.n)]
-        self.going: list[int] = []  # written, or being written; room that nobody asks for yet
+        self.going: list[int] = []  # written, or being written; room that is not needed yet
 
     def _end_of(self, event: int, ahead: int) -> int:
         """The end of the visit that is so many after the one at hand."""
@@ -209,6 +217,6 @@ class Streamed(Cycle):
         return self.next[k] <= self.base + self.horizon[event]
 
     def _gone(self, event: int) -> None:
-        """What is written makes room."""
+        """Evicts the blocks whose writes have ended."""
         for k in [k for k in self.going if self.done_at[k] <= self.now]:
             self.leave(k, event)

@@ -1,11 +1,13 @@
-"""SuperNeurons (Wang et al., PPoPP 2018): liveness, convolutions to the host, cost-aware recomputation of what lies between.
+"""SuperNeurons (Wang et al., PPoPP 2018): liveness, convolutions to the host, cost-aware recomputation of the ops
+between them.
 
-- Liveness analysis: each tensor goes at its last use.
+- Liveness analysis: each tensor is freed at its last use.
 - Unified tensor pool: outputs of convolutions are offloaded, in the order of making, as far as room is short, and read back
   ahead of their use. Without a tier they stay.
-- Cost-aware recomputation: what lies between two convolutions is cheap and is dropped, but for what backward begins with. Where
-  what such a segment makes for backward is no larger than the largest op of the pass, the segment runs again once for all of its
-  backward (*speed-centric*); else each op of backward has made again what it reads, and no more stays (*memory-centric*).
+- Cost-aware recomputation: tensors made between two convolutions are cheap and are dropped, except those that backward
+  begins with. If the tensors that such a segment makes for backward are no larger than the largest op of the pass, the
+  segment runs again once for all of its backward (*speed-centric*). Else each op of backward makes its inputs again,
+  and no more stays (*memory-centric*).
 
 Each step is taken only where the ones before are not enough. *Known limitation*: its convolution workspaces are not in a trace.
 """

@@ -2,14 +2,14 @@
 
 - `vdnn_all`, `vdnn_conv` (Rhu et al., MICRO 2016, section III): while a layer runs forward its input is offloaded, and the layer
   ends when the copy does; in backward the input of the layer before is prefetched while a layer runs. *all*: every layer,
-  *conv*: convolutions alone. What moves does not depend on the budget.
+  *conv*: convolutions alone. The choice does not depend on the budget.
 - `flashneuron` (Bae et al., FAST 2021, *linear tensor selection*): tensors in the order in which they are made are offloaded
   until the rest fits, or until the copies would take longer than forward computes. Its second phase compresses, and
   that would change bits.
-- `swapadvisor` (Huang, Jin, Li, ASPLOS 2020): who leaves is who is used last (Belady); what is used next comes back as soon as
-  there is room. Its genetic search is over the order of ops and the places in memory; both are given here.
+- `swapadvisor` (Huang, Jin, Li, ASPLOS 2020): the victim is the tensor used last (Belady); the tensor used next is read
+  as soon as there is room. Its genetic search is over the order of ops and the places in memory; both are given here.
 
-*Known limitations*: a layer is an op. Nothing runs again, so what the program itself makes must fit.
+*Known limitations*: a layer is an op. No op runs again, so the outputs of the program itself must fit.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Belady(Simulation):
         raise DoesNotFit(f"op {self.clock.computed}: {need_bytes} bytes do not fit, and nothing more can leave")
 
     def prefetch(self, k: int) -> None:
-        """What is used next comes first, as long as there is room for it beside the ops until then."""
+        """Reads the storage that is used next first, as long as the room lasts for it and for the ops until then."""
         room = self.budget - self.clock.used
         made = 0
         for at in range(bisect_right(self.orders, (k, len(self.uses))), len(self.orders)):

@@ -24,7 +24,7 @@ from .tcontrol import tcontrol
 from .tsplit import tsplit
 
 System = Callable[[Trace, int, TierLink | None], Run]
-"""(a pass, budget in bytes, tier) -> what comes of it."""
+"""(a pass, budget in bytes, tier) -> its run."""
 
 EITHER: MappingProxyType[str, System] = MappingProxyType(
     {
@@ -49,7 +49,7 @@ RECOMPUTING: MappingProxyType[str, System] = MappingProxyType(
         "rockmate": rockmate,
     }
 )
-"""Run again what they drop; a tier is not used."""
+"""These run again the ops of dropped storages; a tier is not used."""
 
 OFFLOADING: MappingProxyType[str, System] = MappingProxyType(
     {

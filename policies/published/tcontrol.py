@@ -2,11 +2,12 @@
 
 A tensor's betweenness is the number of shortest paths between two others that lead through it, where a path is as long as the
 ops on it take. Recomputations start again and again from the same few tensors; once one of these is evicted, chains get long.
-The top K % by betweenness stay, K = alpha * residual / budget + 1 %. Where that leaves no room, they leave after all.
+The top K % by betweenness stay, K = alpha * residual / budget + 1 %. If that leaves no room, they are evicted after
+all.
 
-*Known limitations*: what the system does against fragmentation (best fit, migration, eviction of segments) has no meaning where
-memory is counted in bytes. *Residual* is taken as the budget less what never leaves. Paths are those of forward, from at most
-256 tensors.
+*Known limitations*: the system's measures against fragmentation (best fit, migration, eviction of segments) have no
+meaning where memory is counted in bytes. *Residual* is the budget less the bytes that are never evicted. Paths are
+those of forward, from at most 256 tensors.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def betweenness(inputs: Sequence[Sequence[int]], seconds: Sequence[float], sourc
     """Per tensor, how many shortest paths between two others lead through it (Brandes 2001, on a graph without circles).
 
     Args:
-        inputs: per tensor, in the order of making, what it is made of.
-        seconds: per tensor, what its op takes: the length of the steps to it.
+        inputs: per tensor, in the order of making, the tensors that it is made of.
+        seconds: per tensor, the time of its op: the length of the steps to it.
         sources: paths begin at so many tensors at most, spread evenly.
     """
     n = len(inputs)

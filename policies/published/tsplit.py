@@ -1,12 +1,12 @@
 """TSPLIT (Nie, Miao, Yang, Cui, ICDE 2022): a model-guided planner that goes from bottleneck to bottleneck.
 
-The ops are looked at in order. Where one does not fit, the tensor and the way for it to leave (swapped, or dropped and made
-again) with the least time for each byte, delta T / delta M, are taken, until it fits. A swap costs what of its copies the
-ops between cannot hide, beside the copies that were chosen before; making again
-costs the ops that lead from what is there to the tensor.
+The ops are looked at in order. Where one does not fit, the tensor and the eviction method (swap, or drop and make
+again) with the least time for each byte, delta T / delta M, are taken, until it fits. A swap costs the part of its
+copies that the ops in between, and the copies chosen before, do not hide. Making again costs the ops that lead from
+resident tensors to the tensor.
 
-What gives the system its name, the split of a tensor and its op into parts, would change what ops compute; here a tensor is one
-part. The plan is made for the budget, and where the rules say that it needs more, for a little less.
+The system is named after the split of a tensor and its op into parts. That would change the bits, so here a tensor is
+one part. The plan is made for the budget, and for a little less if it needs more by the rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tsplit(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run
 
 @dataclass
 class _Plan:
-    """Who leaves between which uses."""
+    """Which tensors are evicted between which uses."""
 
     trace: Trace
     budget: int
@@ -92,7 +92,7 @@ class _Plan:
         return (waits, True) if waits <= again else (again, False)
 
     def _there(self, target: int, back: int, maker: int) -> set[int]:
-        """What is there when `target` is made again, of what its maker could have come from."""
+        """The sources of `target` that are resident when it is made again."""
         found: set[int] = set()
         todo, seen = [maker], {maker}
         while todo:
@@ -115,7 +115,7 @@ class _Plan:
             self.used[k] -= self.trace.storages[s].size_bytes
 
     def events(self) -> list[Step]:
-        """The pass with what runs again, and the copies."""
+        """The pass with its recomputations and copies."""
         events: list[Step] = []
         at: list[int] = []  # the event of each op
         for k in range(len(self.trace.ops)):

@@ -1,1 +1,1 @@
-"""Who leaves, how, and who comes back early: pure functions over columns of cells."""
+"""Which cells are evicted, how, and which are prefetched: pure functions over columns of cells."""

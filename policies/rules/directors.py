@@ -1,4 +1,4 @@
-"""Directors: what happens to each cell that leaves. They compare seconds with seconds."""
+"""Directors: the action for each victim. They compare seconds with seconds."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def delta(c: Candidates, order: Ints, link: Link, urgent_bytes: int) -> Actions:
 
     Source: DELTA (Tang et al., arXiv 2203.15980), Director: `2 (bytes / bandwidth) / c > 1` means recompute. Mended:
     seconds on both sides, evicted ancestors count, each direction has its own bandwidth, a clean cell is not written.
-    Where only one way is possible it is taken.
+    Where only one method is possible it is taken.
 
-    Known limitations: an idle link and no overlap, so it recomputes what a hidden copy would have given for nothing
-    (`auto` mends that too).
+    Known limitations: assumes an idle link and no overlap, so it recomputes cells that a hidden copy would restore
+    without cost (`auto` mends that too).
     """
     pick = c.take(order)
     size = pick.size_bytes.astype(np.float64)
@@ -49,14 +49,14 @@ class Auto:
     """The cheaper of recomputing and of the *exposed* part of the transfer, decision after decision.
 
     Entry k of the ranking is needed at T_k = slack + (bytes before it, less the urgent ones) / demand. Offloading it
-    adds to what compute loses:
+    adds to the time that compute loses:
 
     - the copies' CPU: bytes x `cpu_seconds_per_byte`, twice if dirty, hidden or not;
     - the write: writes are first in, first out, so they delay compute by S = max over k of (written by then / bandwidth
-      - T_k), at least 0; what counts is the growth of S. A clean cell writes nothing;
+      - T_k), at least 0; the growth of S counts. A clean cell writes no byte;
     - the read: reads come in the order of use (earliest deadline first), so they delay compute by L = max over uses of
       (bytes due by then / bandwidth - time until use), at least 0, over the reads in flight, those promised
-      (`Link.due_*`) and those decided so far; what counts is the growth of L.
+      (`Link.due_*`) and those decided so far; the growth of L counts.
 
     Recomputing is never hidden: own op and evicted ancestors count in full. The cheaper is taken, EVICT if equal. So
     each decision to offload adds to the queues that the next one sees, and the mix settles where the link is just full.
@@ -87,7 +87,7 @@ class Auto:
         able = pick.can_offload & (link.read_bytes_per_second > 0)
         if link.write_bytes_per_second <= 0:
             able &= pick.clean
-        able |= pick.can_offload & ~pick.recomputable  # the only way: take it, whatever it costs
+        able |= pick.can_offload & ~pick.recomputable  # if only one method is possible it is taken at any cost
 
         # The copies' CPU alone is too much: no queue will change that.
         action = np.where(pick.recomputable, np.int8(Action.EVICT), np.int8(Action.KEEP))
@@ -111,7 +111,7 @@ class Auto:
             seconds = cpu_i + write_i
             forced = recompute_i == np.inf
             if not forced and self.bias * (seconds + reads.least(i, size_i)) >= recompute_i:
-                continue  # too much already, whatever else the read delays
+                continue  # already too expensive without the rest of the read's delay
             read_i = reads.growth(i, size_i, deadline_i)
             # "not less", rather than "at least": 0 x inf is NaN
             if not forced and not self.bias * (seconds + read_i) < recompute_i:
@@ -129,11 +129,11 @@ auto = Auto()
 
 @dataclass(frozen=True, slots=True)
 class Alternate:
-    """EVICT and OFFLOAD by turns, whatever they cost; the other where one is not possible. For tests ("torture").
+    """EVICT and OFFLOAD by turns, at any cost; the other method where one is not possible. For tests ("torture").
 
     Attributes:
-        first: parity. A cell's turn is its row in the candidates plus `first`, so a caller that releases cells one at a
-            time passes its own counter here.
+        first: parity. A cell's turn is its row in the candidates plus `first`, so a caller that releases cells one at a time
+            passes a counter of its own.
     """
 
     first: int = 0
@@ -164,7 +164,7 @@ def _biased(bias: float, seconds: Floats) -> Floats:
 
 
 def _needed_seconds(pick: Candidates, link: Link, urgent_bytes: int) -> Floats:
-    """When compute wants the bytes of each entry. What is kept frees nothing, so the entries after it come no later."""
+    """When compute needs the bytes of each entry. A kept cell frees no bytes, so later entries are needed no later."""
     frees = np.where(pick.releasable, pick.size_bytes, 0).astype(np.float64)
     before = frees.cumsum() - frees
     return np.asarray(
@@ -217,8 +217,9 @@ class _Writes:
 
 
 class _Reads:
-    """Earliest deadline first. `late[j]` is the lateness at deadline j of what is due by then, and `stall` the largest,
-    found at `worst`. Additions are pending until somebody needs to know: most decisions do not."""
+    """Earliest deadline first. `late[j]` is the lateness at deadline j of the bytes due by then, and `stall` the
+    largest one, at `worst`. Additions stay pending until a decision needs the sums: most do not.
+    """
 
     __slots__ = ("_late", "_pending", "_seen", "_slot", "_worst", "per_byte", "stall", "start", "total")
 
@@ -243,7 +244,7 @@ class _Reads:
         self._pending: list[tuple[int, float]] = []
 
     def least(self, i: int, size: float) -> float:
-        """A lower bound of `growth` that costs nothing: what is due before the worst moment makes it worse."""
+        """A lower bound of `growth` without its cost: bytes due before the worst moment make it worse."""
         return size * self.per_byte if self._slot[i] <= self._worst else 0.0
 
     def growth(self, i: int, size: float, deadline: float) -> float:
@@ -257,7 +258,7 @@ class _Reads:
         return late - self.stall if late > self.stall else 0.0
 
     def add(self, i: int, size: float, growth: float) -> None:
-        """Takes what `growth` has just said for the same entry."""
+        """Adds an entry with the growth that `growth` has just returned for it."""
         if growth > 0.0:
             self.stall += growth
             self._worst = self._seen

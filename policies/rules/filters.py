@@ -14,7 +14,8 @@ import numpy as np
 from .types import Candidates, Filter, Floats, Link
 
 _TINY_SECONDS = 1e-9  # one tick: an access "just now" is stale by something, and scores stay finite
-_FLOOR_SECONDS_PER_BYTE = 1e-12  # nothing is quite free, so that what is hidden still leaves in order of staleness
+# no transfer is quite free, so that cells with hidden transfers are still evicted in order of staleness
+_FLOOR_SECONDS_PER_BYTE = 1e-12
 
 
 def _bytes(c: Candidates) -> Floats:
@@ -45,7 +46,7 @@ def dtr_eq(c: Candidates) -> Floats:
 def dtr_local(c: Candidates) -> Floats:
     """c / (m s), in 1/byte. Source: DTR, section 4, h_DTR^local.
 
-    Known limitations: what its neighbourhood adds is left out, so chains of cheap ops are evicted whole.
+    Known limitations: the cost of the evicted neighbourhood is left out, so chains of cheap ops are evicted whole.
     """
     return c.cost_seconds / (_bytes(c) * _staleness(c))
 
@@ -62,7 +63,7 @@ def msps(c: Candidates) -> Floats:
     """(c + chain) / m, in seconds per byte: the inverse of memory saving per second. Source: Capuchin (Peng et al.,
     ASPLOS 2020), MSPS.
 
-    Known limitations: blind to time; what is needed next can be the first to go.
+    Known limitations: ignores time; the cell that is needed next can be the first victim.
     """
     return (c.cost_seconds + c.chain_seconds) / _bytes(c)
 
@@ -93,22 +94,23 @@ class LinkFilter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """min(recompute, transfer) / (m s^a): DTR's score with the price of the better of the two ways of coming back.
+    """min(recompute, transfer) / (m s^a): DTR's score with the price of the cheaper of the two ways to restore the
+    cell.
 
-    On a slow link the price is `dtr`'s, on one that hides all transfers every byte costs the same and the stalest
-    leaves first. Ours; the numerator is DELTA's comparison as a price. Without a link (`bind`) it is DTR with the
+    On a slow link the price is `dtr`'s, on one that hides all transfers every byte costs the same and the stalest cell
+    is evicted first. Ours; the numerator is DELTA's comparison as a price. Without a link (`bind`) it is DTR with the
     exponent.
 
-    The exponent a = 1/4 says how much the time until use matters beside cost. DTR's 1 lets old but expensive cells go
-    before young cheap ones; in training each saved cell is used about once more, so cost per byte is what adds up, and
-    staleness is left to break near-ties and to keep away from what is in use: on a toy pass a = 1 costs up to 2.3 % more.
+    The exponent a = 1/4 says how much the time until use matters beside cost. DTR's 1 evicts old but expensive cells
+    before young cheap ones. In training each saved cell is used about once more, so cost per byte adds up. Staleness
+    breaks near-ties and keeps cells in use resident. On a toy pass a = 1 costs up to 2.3 % more.
 
     Attributes:
-        link: what `bind` has set.
+        link: the one that `bind` has set.
         staleness_exponent: a, in [0, 1].
 
-    Known limitations: prices are those of an unsaturated link that keeps `Link.demand_bytes_per_second`; the queue is
-    the director's business, since it depends on who has left before.
+    Known limitations: prices are those of an unsaturated link that keeps `Link.demand_bytes_per_second`; the director
+    accounts for the queue, since that depends on earlier evictions.
     """
 
     link: Link | None = None
@@ -130,8 +132,9 @@ class Price:
 
 
 def _transfer_price_seconds(c: Candidates, link: Link) -> Floats:
-    """float64 (n,): CPU for the copies, plus what of the write outruns demand, plus what of the read outlasts the time
-    until use."""
+    """float64 (n,): CPU for the copies, plus the part of the write beyond demand, plus the part of the read beyond the
+    time until use.
+    """
     size = _bytes(c)
     dirty = (~c.clean).astype(np.float64)
     write_lag = max(0.0, link.write_seconds_per_byte - 1.0 / link.demand_bytes_per_second)
@@ -149,7 +152,7 @@ price = Price()
 
 @dataclass(frozen=True, slots=True)
 class DtrOptions:
-    """DTR's two approximations around any filter; what they leave out goes last, not never.
+    """DTR's two approximations around any filter; cells that they leave out are evicted last.
 
     Source: DTR, section 4.1 (prototype): "ignore small tensors" and sqrt(n) sampling.
 

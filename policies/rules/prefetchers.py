@@ -15,7 +15,7 @@ from .types import Ints, Link
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Upcoming:
-    """Offloaded cells that nobody is bringing back yet, in the order in which backward will need them.
+    """Offloaded cells without a running read, in the order in which backward will need them.
 
     Attributes:
         size_bytes: int64 (n,).

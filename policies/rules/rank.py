@@ -20,20 +20,20 @@ def rank(
     *,
     urgent_bytes: int | None = None,
 ) -> Ranking:
-    """Who leaves first, and how, until `need_bytes` are free.
+    """The order of eviction and the method for each cell, until `need_bytes` are free.
 
     Args:
         candidates: n cells.
-        score: a `Filter`; smaller leaves first, equal scores in the order of the candidates, NaN last.
+        score: a `Filter`; the smallest is evicted first, equal scores in the order of the candidates, NaN last.
         director: a `Director`.
         link: the way to the tier below (`NO_LINK` if there is none).
-        need_bytes: stop once the entries free this much; None: rank all that can leave.
+        need_bytes: stop once the entries free this much; None: rank all cells that can be evicted.
         urgent_bytes: how much of it a request waits for now; the rest comes at `link.demand_bytes_per_second`. Default:
             all of `need_bytes`, or nothing if that is None (ranking ahead).
 
     Returns:
-        A `Ranking` of the shortest prefix that is enough, or of everything that can leave. Cells that can neither be
-        recomputed nor offloaded never appear, nor do cells that the director keeps.
+        A `Ranking` of the shortest prefix that is enough, or of all cells that can be evicted. Cells that can neither
+        be recomputed nor offloaded never appear, nor do cells that the director keeps.
 
     Known limitations: chains are those at the time of the call: the eviction of an entry does not raise the score of
     its children further down. Rank again after a few hundred releases.

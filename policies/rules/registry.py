@@ -15,17 +15,17 @@ from .types import Director, Filter
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who leaves, how, and who is brought back early.
+    """Which cells are evicted, how, and which are prefetched.
 
     Attributes:
         name: as it was asked for, tidied.
         filter: see filters.py.
         director: see directors.py.
         prefetcher: see prefetchers.py.
-        torture: every cell that can leave leaves at once, pressure or not (tests).
-        planner: who plans the passes that were measured ("plan", "capuchin", "zero_offload"); filter and director then decide
-            only what no plan does. Empty: nobody.
-        recomputes: cells may be evicted at all, to be made again; False: whoever has to make room may not do so either.
+        torture: each cell is evicted as soon as it can be, pressure or not (tests).
+        planner: the planner of measured passes ("plan", "capuchin", "zero_offload"). Filter and director then act only
+            where no plan does. Empty: no planner.
+        recomputes: cells may be dropped at all, to be made again; False: not even to make room in an emergency.
         offloads: a tier below is wanted; False: none is opened.
     """
 
@@ -40,7 +40,9 @@ class Policy:
 
 
 def _policy(name: str, filter_: str, director: str, prefetch: str | Prefetcher, planner: str = "") -> Policy:
-    """The policy of these parts. A planner other than ours decides itself how each leaves, whatever the net beneath it does."""
+    """The policy of these parts. A planner other than ours chooses the eviction method itself; the director does not
+    count for it.
+    """
     return Policy(
         name,
         FILTERS[filter_],
@@ -56,7 +58,7 @@ STREAMING = ("zero_offload", "zero_infinity", "patrickstar", "l2l")
 """Planners that move model states, and run nothing again."""
 
 SWAPPING = ("vdnn_all", "vdnn_conv")
-"""Planners that move what backward needs, and run nothing again."""
+"""Planners that move the tensors that backward needs, and run no op again."""
 
 _KEEP = Policy("keep", FILTERS["lru"], keep, off, recomputes=False, offloads=False)
 
@@ -105,7 +107,7 @@ def parse_policy(text: str) -> Policy:
             "fifo(N)", "off".
 
     Raises:
-        ValueError: unknown; the message lists what would be accepted.
+        ValueError: unknown; the message lists the accepted names.
     """
     tidy = re.sub(r"\s+", "", text).lower().replace("-", "_").replace("=", ":") if isinstance(text, str) else ""
     if tidy in POLICIES:

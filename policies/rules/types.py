@@ -34,7 +34,7 @@ _DTYPES: dict[str, type[np.generic]] = {
 
 
 class Action(IntEnum):
-    """What happens to one cell."""
+    """The action for one cell."""
 
     KEEP = 0  # stays resident
     EVICT = 1  # drop the bytes; the recipe makes them again
@@ -43,20 +43,21 @@ class Action(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The cells that may leave now: resident, unpinned, and held by nobody but memmgr. All columns have length n.
+    """The cells that may be evicted now: resident, unpinned, and with no raw pointer handed out. All columns have
+    length n.
 
     Use `Candidates.build` for defaults and checks; the bare constructor trusts the dtypes that it is given.
 
     Attributes:
-        size_bytes: int64, what letting go frees.
+        size_bytes: int64, bytes that an eviction frees.
         staleness_seconds: float64, time since the last access, on the virtual clock of op costs (DTR, section 3).
         cost_seconds: float64, device time of the op that made the cell.
         chain_seconds: float64, sum of the costs of the ancestors that a recompute has to run as well: those that are evicted
-            (e* of DTR) and, live, those that the program itself has let go of.
+            (e* of DTR) and, live, those that the program itself has released.
         component_seconds: float64, union-find estimate of the evicted neighbourhood's cost (DTR's h_eq).
-        recomputable: bool, has a valid, trusted recipe (design rules 3, 6 and 7), and, where there is a tier, the room that
-            running it takes is there beside the floor.
-        clean: bool, a copy exists below: letting go costs no write.
+        recomputable: bool, has a valid, trusted recipe (rules 5 and 8), and, where there is a tier, room for running it
+            in addition to the floor.
+        clean: bool, the tier has a copy: eviction costs no write.
         offloadable: bool, the tier below has room and may take it. A clean cell counts as offloadable either way.
         next_use: int64, expected number of uses of others until this cell is needed (reverse of the order of making).
         seconds_until_use: float64, estimated time until that use; +inf: never, or not in this pass; NaN: unknown,
@@ -151,13 +152,13 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """The way to the tier below, as measured, and what it already carries.
+    """The path to the tier below: its measured rates, and the transfers that it already carries.
 
     Attributes:
         write_bytes_per_second: measured; 0 means that nothing can be written.
-        read_bytes_per_second: measured; 0 means that nothing comes back.
+        read_bytes_per_second: measured; 0 means that nothing can be read.
         queued_write_bytes: accepted and not yet written.
-        queued_read_bytes: asked for and not yet here (in flight now, not every cell that lies below: see `due_*`).
+        queued_read_bytes: requested and not yet complete (in flight now, not every offloaded cell: see `due_*`).
         latency_seconds: from asking to the first byte.
         cpu_seconds_per_byte: compute time lost per byte copied, in one direction, overlapped or not. About
             1/(3 GB/s) where the threads that copy to the page cache share the cores with the ops; 0 behind DMA.
@@ -202,15 +203,15 @@ class Link:
 
 
 NO_LINK = Link(0.0, 0.0)
-"""No tier below: whatever can be recomputed is."""
+"""No tier below: each cell with a recipe is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """Who leaves, in which order, and how. KEEP never appears.
+    """The victims in order, and the method for each. KEEP never appears.
 
     Attributes:
-        order: int64 (k,), indices into the candidates; first leaves first.
+        order: int64 (k,), indices into the candidates, the first victim first.
         action: int8 (k,), an `Action` per entry of `order`.
     """
 

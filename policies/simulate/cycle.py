@@ -1,7 +1,7 @@
-"""Passes of a cycle that are played one after the other: memory, link and clock, whoever decides what moves.
+"""Passes of a cycle that are simulated one after the other: memory, link and clock, for any policy.
 
-What lives from one pass to the next begins below, and is where the pass before left it from then on; a pass that ends as it
-began (`settled`) is a schedule for all of them.
+Storages that live from one pass to the next begin in the tier, and later where the pass before left them. A pass that
+ends as it began (`settled`) is a schedule for all of them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Paged:
     """A pass that ends as it began.
 
     Attributes:
-        steps: what is done.
-        away: constants that are below, and not resident, when it begins.
-        clean: constants that are resident then and have a copy below.
-        seconds: what it takes, waits included.
+        steps: the schedule.
+        away: constants that are in the tier, and not resident, when it begins.
+        clean: constants that are resident then and have a copy in the tier.
+        seconds: its time, waits included.
         peak_bytes: most bytes resident.
         written_bytes: to the tier.
         read_bytes: back.
@@ -53,20 +53,20 @@ class Full(Exception):
 
 
 class Cycle:
-    """Memory, link and clock of passes that are played one after the other. Subclasses decide: `make_room`, and what moves
-    before it has to (`ahead`, `after`).
+    """Memory, link and clock of passes that are simulated one after the other. Subclasses decide: `make_room`, and
+    transfers ahead of need (`ahead`, `after`).
 
-    Times are seconds, an event of the pass that is played has the number `base + event`.
+    Times are seconds, an event of the current pass has the number `base + event`.
 
     Attributes:
-        wanted: per event, what has to be there: what it touches, or more.
-        loose: blocks that may leave.
+        wanted: per event, the blocks that must be resident: those that it touches, or more.
+        loose: blocks that may be evicted.
         state: per block, ABSENT, RESIDENT or UNBORN.
-        dirty: per block, whether it was changed since its copy was made.
-        reading: per block, whether a read of it was begun that nobody has waited for.
-        done_at: per block, when the copy that was begun last is whole.
+        dirty: per block, if it was changed since its copy was made.
+        reading: per block, if a read has begun and no event has waited for it.
+        done_at: per block, when the copy that was begun last is complete.
         next: per block, when it is touched next.
-        done: what the pass did, (before which event, what, block).
+        done: the actions of the pass, (before which event, action, block).
     """
 
     def __init__(self, p: Program, budget_bytes: int, link: TierLink) -> None:
@@ -77,7 +77,7 @@ class Cycle:
         self.rates = (link.read_bytes_per_second, link.write_bytes_per_second)
         self.latency = link.latency_seconds
         self.cpu = link.cpu_seconds_per_byte
-        self.slowed = 0.0  # what copies take of the op that runs
+        self.slowed = 0.0  # seconds that copies take from the op that runs
         self.lanes = (0, 0) if link.shared else (0, 1)  # of reads, of writes
         self.free_at = [0.0, 0.0]  # by lane
         self.now = 0.0
@@ -98,8 +98,8 @@ class Cycle:
         made = np.array([sum(p.blocks[k].size for k in born) for born in p.born] * 2, dtype=np.int64)
         lost = np.array([sum(p.blocks[k].size for k in died) for died in p.died] * 2, dtype=np.int64)
         left = np.cumsum(made) - np.cumsum(lost)
-        self.left_after: list[int] = left.tolist()  # what ops have made and not let go of, after each
-        # [j][event]: most of it during 2**j ops from that one on. Lists, since NumPy would give the interpreter's lock back and
+        self.left_after: list[int] = left.tolist()  # bytes that ops have made and not freed, after each
+        # [j][event]: most of them during 2**j ops from that one on. Lists, since NumPy would give the interpreter's lock back and
         # take it again so fast that a thread which waits for it starts to wait anew.
         during, half = left + lost, 1
         self.most_during: list[list[int]] = [during.tolist()]
@@ -112,15 +112,15 @@ class Cycle:
     # ---- decisions
 
     def make_room(self, size: int, event: int) -> None:
-        """At once, whatever it takes.
+        """Evicts until `size` bytes are free, now and at any cost.
 
         Raises:
-            Full: nothing can leave.
+            Full: no block can be evicted.
         """
         raise NotImplementedError
 
     def ahead(self, event: int, until: float) -> None:
-        """What moves while the event runs, which ends at `until`."""
+        """Begins transfers while the event runs, which ends at `until`."""
 
     def after(self, event: int) -> None:
         """The event is over."""
@@ -177,7 +177,7 @@ class Cycle:
         return max(0.0, *(at - self.now for at in self.free_at))
 
     def hand_over(self, first: int, late: int) -> None:
-        """A pass begins: what took the place of `first` before it died is that now."""
+        """Begins a pass: the block that took the place of `first` before the end of the last pass is `first` now."""
         columns: tuple[list[Any], ...] = (self.state, self.dirty, self.reading, self.done_at, self.next)
         for column in columns:
             column[first] = column[late]
@@ -197,7 +197,7 @@ class Cycle:
         return self.p.handed.get(k, k) if self.base else k
 
     def held(self) -> dict[int, tuple[int, bool]]:
-        """What lives from one pass to the next: where it is, and whether it was changed since its copy was made."""
+        """Blocks that live from one pass to the next: where each is, and if it was changed since its copy was made."""
         held = ((k, self._now(k)) for k, b in enumerate(self.p.blocks) if b.held)
         return {k: (self.state[now], self.dirty[now]) for k, now in held}
 
@@ -214,14 +214,14 @@ class Cycle:
                 self.read(k, self.now, self.n)
         self.now = max(self.now, *self.free_at)
 
-    # ---- what moves
+    # ---- transfers
 
     def bytes_of(self, blocks: Iterable[int]) -> int:
-        """What these take."""
+        """Bytes of these blocks."""
         return sum(self.p.blocks[k].size for k in blocks)
 
     def room_for(self, blocks: Iterable[int]) -> int:
-        """What these take when they come."""
+        """Bytes that these blocks need when they are read."""
         return self.bytes_of(blocks)
 
     def take(self, k: int) -> None:
@@ -242,7 +242,7 @@ class Cycle:
         self.done.append((event, do, k))
 
     def read(self, k: int, begin: float, event: int) -> None:
-        """k begins to come back; its room is taken."""
+        """Begins to read k; its room is taken."""
         self.copy(k, Do.RELOAD, begin, event)
         self.state[k], self.reading[k] = RESIDENT, True
         self.take(k)
@@ -259,7 +259,7 @@ class Cycle:
         self.done.append((event, Do.FREE, k))
 
     def growth(self, event: int, until: int) -> int:
-        """Most bytes that ops after `event` have made on top of what is there, before event `until`."""
+        """Most bytes that ops after `event`, before event `until`, make in addition to the resident ones."""
         first, until = event + 1, min(until, event + self.n)
         if first >= until:
             return 0
@@ -268,7 +268,7 @@ class Cycle:
         return max(most[first] - self.left_after[event], most[until - (1 << level)] - self.left_after[event], 0)
 
     def least_bytes(self) -> int:
-        """Nothing less will do: what never leaves, and at each event what it wants."""
+        """A lower bound on the budget: the blocks that are never evicted, and at each event those that it needs."""
         p, loose = self.p, self.loose
         level = self.bytes_of(k for k, b in enumerate(p.blocks) if b.held and k not in loose)
         most = 0
@@ -306,13 +306,13 @@ def settled(passes: Cycle) -> Paged | None:
 def run_cycle(
     name: str, trace: Trace, budget_bytes: int, tier: TierLink | None, make: Callable[[Program, TierLink], Cycle]
 ) -> Run:
-    """A published policy over the program as it is: nothing runs again.
+    """A published policy over the program as it is: no op runs again.
 
     Args:
         name: the policy's.
         trace: a measured pass, with its cycle.
         budget_bytes: most bytes resident.
-        tier: where what leaves goes.
+        tier: the one that evicted blocks are written to.
         make: the policy, before the first pass.
     """
     if tier is None or not trace.cycle:

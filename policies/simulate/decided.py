@@ -17,14 +17,14 @@ ON_DEMAND = -1
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one storage.
+    """The decision about one storage.
 
     Attributes:
         storage: which.
         action: EVICT or OFFLOAD.
-        evicted_access: the op after which it leaves: its last access before the peak.
+        evicted_access: the op after which it is evicted: its last access before the peak.
         back_access: the op that reads it next.
-        trigger: the op before which its way back starts; `ON_DEMAND`: not before `back_access` asks.
+        trigger: the op before which it begins to be restored; `ON_DEMAND`: at `back_access`.
     """
 
     storage: int
@@ -36,7 +36,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """Who reads what, when, in the unmanaged pass: what the measured pass tells a planner.
+    """The accesses of the unmanaged pass and their times: the input of a planner.
 
     Attributes:
         start: seconds at which each op starts; one more entry: the end.
@@ -125,7 +125,9 @@ class _Decided(Simulation):
         super().room(need_bytes)
 
     def _leave(self, wait: bool) -> bool:
-        """Lets go of what has been written; with `wait`, of the oldest that is being written. Whether anything left."""
+        """Frees storages whose writes have ended; with `wait`, also the oldest one that is being written. Returns if
+        any was freed.
+        """
         for at, s in enumerate(self.written):
             if self.pins[s]:
                 continue

@@ -1,5 +1,6 @@
-"""What evicting a storage would make longer: the evicted ancestors of each resident storage, and DTR's union-find estimate
-of its evicted neighbourhood, kept up to date."""
+"""Cost that evicting a storage adds to others: the evicted ancestors of each resident storage, and DTR's union-find
+estimate of its evicted neighbourhood, kept up to date.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 
 from memmgr.policies.trace import OpKind, Trace
 
-_WALK = 256  # a chain of so many ops is expensive, whatever comes on top
+_WALK = 256  # a chain of so many ops is expensive, however many more it has
 
 
 class Neighbourhoods:
@@ -40,7 +41,7 @@ class Neighbourhoods:
                 self._useful_readers[s] += 1
 
     def release(self, s: int) -> list[int]:
-        """The program let go of s. Returns what no recompute can ever want any more either."""
+        """Records that the program released s. Returns the storages that no recomputation can need either."""
         self._held[s] = False
         dead, todo = [], [s]
         while todo:

@@ -1,9 +1,9 @@
 """Runs any filter, director and prefetcher over a trace, on a made-up device.
 
-Room is made before an op runs; what the program lets go of is freed; a reclaim asks `rank` for the shortest prefix that is
-enough; what was evicted is made again when an op asks for it, and what was made on the way and nobody holds is freed again;
-what was offloaded is read back, ahead of need if the prefetcher says so. The clock, the link and the rules are `Replay`'s,
-the same that run a plan.
+Room is made before an op runs. A storage that the program releases is freed. A reclaim takes the shortest prefix of
+`rank` that is enough. An evicted storage is made again when an op reads it, and intermediates that the program does not
+hold are freed again. An offloaded storage is read back, ahead of need if the prefetcher chooses it. The clock, the link
+and the rules are `Replay`'s, the same that run a plan.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MOST = 20.0  # a run that takes so many times the unmanaged one is not running
 
 
 class DoesNotFit(Exception):
-    """The budget cannot hold what must be resident at once."""
+    """The storages that must be resident at once exceed the budget."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a simulated pass came to.
+    """Result of a simulated pass.
 
     Attributes:
         policy: its name.
@@ -47,9 +47,9 @@ class Run:
         unmanaged_seconds: time of the pass without a budget.
         wait_seconds: of which compute waited for copies.
         why: if infeasible.
-        away: of a cycle, the constants that are below, and not resident, when the pass begins.
-        clean: of a cycle, the constants that are resident then and have a copy below.
-        moved_bytes: of a cycle, what a pass writes and reads.
+        away: of a cycle, the constants that are in the tier, and not resident, when the pass begins.
+        clean: of a cycle, the constants that are resident then and have a copy in the tier.
+        moved_bytes: of a cycle, bytes that a pass writes and reads.
         least_bytes: the smallest budget that the policy can keep; 0: unknown.
     """
 
@@ -77,13 +77,13 @@ def simulate(trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | N
     """One pass under a policy.
 
     Args:
-        trace: the pass; its forward time is what a live manager knows from the pass before.
+        trace: the pass; its forward time is known to a live run from the pass before.
         budget_bytes: most bytes resident.
         policy: as `parse_policy` returns it.
         tier: the tier below; None: recompute only.
 
-    Known limitations: no trust that has to be earned, one tier. A cell is a whole storage. Everything is ranked when room is
-    short, which malloc does not.
+    Known limitations: every op signature is trusted, and there is one tier. A cell is a whole storage. All candidates
+    are ranked when room is short, which malloc does not do.
     """
     return finished(Simulation(trace, budget_bytes, policy, tier))
 
@@ -112,7 +112,7 @@ class Simulation:
         Args:
             trace: the pass.
             budget_bytes: most bytes resident.
-            policy: who leaves, and how.
+            policy: chooses the victims and the method.
             tier: the tier below; None: recompute only.
             most: a run that takes so many times the unmanaged one does not fit.
         """
@@ -128,7 +128,8 @@ class Simulation:
         self.recomputable = np.array(
             [trace.ops[s.maker].kind == OpKind.COMPUTE for s in trace.storages], dtype=np.bool_
         )
-        # Where there is another way, what needs more room to be made again than there is beside the floor is not dropped.
+        # Where the tier is the alternative, a storage is not dropped if its recomputation needs more room than there is
+        # in addition to the floor.
         self.droppable = self.recomputable
         if tier is not None and tier.write_bytes_per_second > 0:
             spare = max(budget_bytes - least_bytes(Problem.of(trace)), 0)
@@ -187,19 +188,19 @@ class Simulation:
         self.clock.end()
 
     def release(self, s: int) -> None:
-        """The program lets go of s."""
+        """Records that the program releases s."""
         self.held[s] = False
         if self.recomputable[s]:
             self.clean[s] = False
             if self.resident[s]:
                 self.drop(s)
-        for root in self.chains.release(s):  # a root stays while a recipe needs it (design section 2)
+        for root in self.chains.release(s):  # a root stays while a recipe needs it (rule 5)
             self.clean[root] = False
             if self.resident[root] and not self.recomputable[root]:
                 self.drop(root)
 
     def run_op(self, k: int, do: Do) -> None:
-        """Makes room for what op k makes and is not resident, and runs it."""
+        """Makes room for the outputs of op k that are not resident, and runs it."""
         op = self.trace.ops[k]
         fresh = [s for s in op.outputs if not self.resident[s]]
         stay = Counter(s for s in op.outputs if self.resident[s])  # if one left now, the op would make it, too
@@ -255,7 +256,7 @@ class Simulation:
     # ---- bringing back
 
     def gather(self, targets: Iterable[int], k: int) -> None:
-        """Makes all of `targets` resident: depth first, the inputs of every op that waits pinned (design rule 9)."""
+        """Makes all of `targets` resident: depth first, the inputs of every op that waits pinned (rule 10)."""
         targets = tuple(targets)
         if self.resident[list(targets)].all():
             return
@@ -290,10 +291,10 @@ class Simulation:
     # ---- making room
 
     def room(self, need_bytes: int) -> None:
-        """Lets go of what the policy ranks first until `need_bytes` fit.
+        """Evicts the storages that the policy ranks first until `need_bytes` fit.
 
         Raises:
-            DoesNotFit: all that can leave is not enough.
+            DoesNotFit: evicting every candidate is not enough.
         """
         short = self.clock.used + need_bytes - self.budget
         if short <= 0:
@@ -306,13 +307,13 @@ class Simulation:
             raise DoesNotFit(f"op {self.clock.computed}: {need_bytes} bytes do not fit, and nothing more can leave")
 
     def able(self) -> Bools:
-        """What may leave now."""
+        """The storages that may be evicted now."""
         able = self.resident & self.movable & (self.size > 0) & (self.pinned_until <= self.clock.computed)
         able[list(self.pins)] = False
         return able
 
     def leave(self, s: int, action: Action) -> None:
-        """s goes; what has to be written is."""
+        """Evicts s, and writes it first if the action needs a copy."""
         if action == Action.OFFLOAD and not self.clean[s]:
             self.write(s)
         self.drop(s)
@@ -366,7 +367,7 @@ class Simulation:
     # ---- ahead of need
 
     def prefetch(self, k: int) -> None:
-        """After op k of backward: the prefetcher says what comes back next, last made first."""
+        """After op k of backward, begins the reads that the prefetcher chooses, last made first."""
         if self.tier is None or self.program < self.forward_seconds:
             return
         self.backward_ops += 1

@@ -1,4 +1,4 @@
-"""A pass as plain data, and what can be decided about it: schedules and plans."""
+"""A pass as plain data, and decisions about it: schedules and plans."""
 
 from .builder import TraceBuilder
 from .trace import HELD, VERSION, Op, OpKind, Storage, TierLink, Trace, TraceError

@@ -1,7 +1,6 @@
-"""A schedule as the lives of blocks of bytes: what touches them, in which events they are born and die.
-
-Storages are versions; a block goes from one to the next where an op writes in place, and over the end of a pass where
-`Trace.cycle` says so.
+"""A schedule as the lives of blocks of bytes: the events that touch each block, and those in which it is born and dies.
+Storages are versions. A block goes from one to the next where an op writes in place, and over the end of a pass along
+`Trace.cycle`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class Block:
     Attributes:
         size: bytes.
         stays: it is never paged.
-        again: its op may run again, so that it needs no copy once nothing touches it.
+        again: its op may run again, so it needs no copy after its last touch.
         touches: events that touch it, ascending.
         writes: those that change it.
-        versions: (event, storage) each: what it is from there on.
+        versions: (event, storage) each: the storage that it is from that event on.
         held: it lives from one pass to the next.
     """
 
@@ -64,7 +63,7 @@ class Program:
 
 
 def plain(trace: Trace) -> Iterator[Step]:
-    """The program as it is: nothing runs again, what the program lets go of is freed."""
+    """The program as it is: no op runs again, and a storage is freed when the program releases it."""
     written = {old for op in trace.ops for old, _ in op.writes} if not trace.copy_on_write else set()
     for k in range(len(trace.ops)):
         yield Step(Do.COMPUTE, k)
@@ -111,7 +110,8 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
             if s in now:
                 continue
             storage = trace.storages[s]
-            # What the program has let go of has no cell: made again, it is there until its readers have run.
+            # A storage that the program has released has no cell. Made again, it is resident until its readers have
+            # run.
             stays = storage.pinned_until > step.target or storage.released <= computed
             p.blocks.append(Block(storage.size_bytes, stays, op.kind == OpKind.COMPUTE))
             block = now[s] = len(p.blocks) - 1
@@ -121,7 +121,7 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
         p.touched.append(list(here))
         for block in here:
             p.blocks[block].touches.append(event)
-    # What is held at the end is what the next pass begins with.
+    # Storages held at the end are those that the next pass begins with.
     there = set(now.values())
     death = {block: event for event, died in enumerate(p.died) for block in died}
     for s, block in now.items():
@@ -144,7 +144,7 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
                 p.unknown.add(block)
                 p.died[-1].append(block)
             continue
-        # Made in this pass, let go of in the next.
+        # Made in this pass, released in the next.
         late.again = False
         if late.touches[0] <= death[first]:
             p.handed[first] = block
@@ -161,7 +161,7 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
 
 
 def spent(p: Program) -> list[set[int]]:
-    """Per event, the blocks that it is the last to touch before the program lets go of them: nobody needs their bytes then."""
+    """Per event, the blocks that it is the last to touch before the program releases them: no op needs their bytes then."""
     last: list[set[int]] = [set() for _ in p.steps]
     for end, died in enumerate(p.died):
         for k in died:
@@ -173,9 +173,10 @@ def spent(p: Program) -> list[set[int]]:
 
 
 class Kind(Enum):
-    """What a block is to a training."""
+    """The role of a block in a training."""
 
-    ACTIVATION = "activation"  # made and let go of within a period; also what nobody knows the next period's name of
+    # Made and freed within a period. Also a block whose successor in the next period is not known.
+    ACTIVATION = "activation"
     PARAMETER = "parameter"
     GRADIENT = "gradient"
     STATE = "optimizer state"
@@ -193,12 +194,12 @@ def step_end(p: Program) -> int:
 
 
 def kinds(p: Program) -> list[Kind]:
-    """Per block, told from when it is changed and touched: the trace has no names.
+    """The kind of each block, from the times at which it is changed and touched: the trace has no names.
 
-    A gradient is made or changed in backward and lives on; an optimizer's state is touched by its step alone; what else lives
-    on is a parameter (buffers among them).
+    A gradient is made or changed in backward and lives on; an optimizer's state is touched by its step alone. Every
+    other block that lives on is a parameter (buffers among them).
 
-    *Known limitations*: without a turn to backward nothing is a gradient.
+    *Known limitations*: without a turn to backward no block is a gradient.
     """
     end = step_end(p)
 
@@ -240,5 +241,5 @@ def steps_of(p: Program, done: list[tuple[int, Do, int]]) -> Iterator[Step]:
 
 
 def version(b: Block, event: int) -> int:
-    """What storage the block is before an event."""
+    """The storage that the block is before an event."""
     return next(s for at, s in reversed(b.versions) if at < event)

@@ -1,4 +1,4 @@
-"""From what a program does, event by event, to its trace."""
+"""Builds a trace from the events of a program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceError
 class TraceBuilder:
     """Makes a trace from a program's events: names bound to storages, counted references.
 
-    A name is whatever the program calls a tensor. Each call is one event of the program, in order.
+    A name is the program's name of a tensor. Each call is one event of the program, in order.
     """
 
     device: str = ""
@@ -61,7 +61,7 @@ class TraceBuilder:
         self._references[s] += 1
 
     def copy_from(self, source: str, target: str) -> None:
-        """As `copy`, where `target` is bound already and lets go of what it had."""
+        """As `copy`, where `target` is bound already and releases its old storage."""
         s, old = self._of(source), self._of(target)
         self._references[s] += 1
         self._drop(old, len(self.ops))
@@ -114,7 +114,7 @@ class TraceBuilder:
         self.backward_at = len(self.ops)
 
     def build(self, *, complete: bool = True, links: tuple[TierLink, ...] = ()) -> Trace:
-        """The trace so far; what is still bound is held at the end."""
+        """The trace so far. Storages that are still bound are held at the end."""
         storages = tuple(
             Storage(*row) for row in zip(self._names, self._sizes, self._makers, self._released, strict=True)
         )

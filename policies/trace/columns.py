@@ -12,18 +12,18 @@ class Problem:
     """A trace in columns. Storages and ops keep their numbers.
 
     Attributes:
-        n_ops: number of ops; the *end* is stage n_ops, whose op (the same number) wants what is held at the end.
+        n_ops: number of ops; the *end* is stage n_ops, whose op (the same number) reads the storages held at the end.
         size: bytes per storage.
         cost: seconds per op.
-        inputs: per op, what must be resident when it runs.
+        inputs: per op, storages that must be resident when it runs.
         outputs: per op.
         maker: per storage.
-        pinned: per storage, the stage up to which letting go frees nothing (constants: until their release); -1: none.
-        again: per storage, whether its op may run a second time.
-        kept: per storage whose op may not, the last op while which the program holds it: until then its bytes are there or
-            below, read or not; -1: none.
-        written: per storage, the op that overwrites its block (then its bytes are gone); -1: none.
-        let_go: per storage, the op after which the program holds it no more and its bytes are gone; -1: they may stay.
+        pinned: per storage, the stage up to which dropping it frees nothing (constants: until their release); -1: none.
+        again: per storage, if its op may run a second time.
+        kept: per storage whose op may not, the last op while which the program holds it: until then its bytes are
+            resident or in the tier, read or not; -1: none.
+        written: per storage, the op that overwrites its block and ends its bytes; -1: none.
+        let_go: per storage, the op after which the program releases it and its bytes are freed; -1: they may stay.
         handed: per op, bytes of the inputs whose block an output takes over, not to be counted twice.
         held: held at the end, constants left out.
     """
@@ -44,7 +44,7 @@ class Problem:
 
     @classmethod
     def of(cls, trace: Trace, *, lets_go: bool = False) -> Problem:
-        """The columns of `trace`; `lets_go`: what the program lets go of is gone, until it is made again."""
+        """The columns of `trace`. `lets_go`: a storage that the program releases is freed until it is made again."""
         n = len(trace.ops)
         size = [s.size_bytes for s in trace.storages]
         pinned = [min(s.pinned_until, n + 1) - 1 for s in trace.storages]
@@ -56,7 +56,7 @@ class Problem:
             pinned[s] = max(pinned[s], min(trace.storages[s].released, n + 1) - 1)
         if not trace.copy_on_write:
             for k, op in enumerate(trace.ops):
-                for old, _ in op.writes:  # whoever holds the old version holds the block, and so the new one
+                for old, _ in op.writes:  # a storage that holds the old version holds the block, and so the new version
                     pinned[old] = min(pinned[old], k)
                     written[old] = k
                     handed[k] += size[old]

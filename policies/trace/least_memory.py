@@ -1,4 +1,4 @@
-"""The least memory that a pass takes whatever one does, and what making a storage again takes at once."""
+"""The least memory of a pass under any schedule, and the memory that making a storage again takes at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from .trace import OpKind, Trace
 
 
 def least_bytes(problem: Problem) -> int:
-    """No schedule needs less: the op that takes most, beside what the program holds and cannot be let go of."""
+    """A lower bound on every schedule's peak: the op that needs most, plus the storages that the program holds and that
+    cannot be dropped.
+    """
     held = [0] * (problem.n_ops + 1)
     for s, k in enumerate(problem.maker):
         if problem.pinned[s] >= k:
@@ -25,10 +27,11 @@ def least_bytes(problem: Problem) -> int:
 
 
 def room_bytes(trace: Trace) -> list[int]:
-    """Per storage, the most that an op of its chain reads and makes, constants left out: its making takes that at once.
+    """Per storage, the most bytes that an op of its chain reads and makes, constants left out: making it takes that at
+    once.
 
-    What has less room than that beside `least_bytes` cannot safely be dropped: backward may ask for it when the rest is at
-    its floor.
+    A storage with less room than that in addition to `least_bytes` cannot safely be dropped: backward may read it when
+    the rest is at its floor.
     """
     ops: list[int] = []
     for op in trace.ops:

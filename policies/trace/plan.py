@@ -1,4 +1,4 @@
-"""A plan as data: what a planner decided about a pass, and what it costs."""
+"""A plan as data: a planner's decisions about a pass, and their cost."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Plan:
     """Decisions for one pass.
 
     Attributes:
-        budget_bytes: what it was made for.
-        feasible: whether there are steps.
+        budget_bytes: the budget that it was made for.
+        feasible: there are steps.
         steps: the schedule; empty if infeasible.
         peak_bytes: most bytes resident at any step; 0 if infeasible.
         seconds: predicted time, waits included; inf if infeasible.
         unmanaged_seconds: time of one run of each op.
         bound_seconds: no schedule under the budget takes less; inf: none exists.
-        away: of a cycle, the constants that are below, and not resident, when the pass begins.
-        clean: of a cycle, the constants that are resident then and have a copy below.
-        moved_bytes: of a cycle, what a pass writes and reads.
+        away: of a cycle, the constants that are in the tier, and not resident, when the pass begins.
+        clean: of a cycle, the constants that are resident then and have a copy in the tier.
+        moved_bytes: of a cycle, bytes that a pass writes and reads.
     """
 
     budget_bytes: int
@@ -69,13 +69,13 @@ class Carried:
 
 
 def carried(trace: Trace, steps: Sequence[Step]) -> list[Carried]:
-    """What a schedule keeps from one burst of recomputation to another.
+    """The storages that a schedule keeps from one burst of recomputation to another.
 
     Args:
         trace: the pass.
         steps: a schedule for it that `schedule.replay` accepts.
     """
-    made: dict[int, int] = {}  # what is there because it was made again: before which op
+    made: dict[int, int] = {}  # recomputed storages that are resident: before which op each was made
     found: dict[Carried, None] = {}
     stage = 0
     for step in steps:

@@ -1,4 +1,4 @@
-"""What is done with a pass, step by step: the common language of planner, simulator and judge."""
+"""A schedule of a pass, step by step: the common language of planner, simulator and judge."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .trace import OpKind, Trace
 
 
 class Do(Enum):
-    """What a step does. Values are the judge's words where it has one."""
+    """The action of a step. Values are the judge's words where it has one."""
 
     COMPUTE = "compute"  # target: op, for the first time
     RECOMPUTE = "recompute"  # target: op, again: makes those of its storages that are not resident
     FREE = "free"  # target: storage; if a write of it is under way, waits for its end
-    OFFLOAD = "offload"  # target: storage; starts its copy to the tier once what was asked of the link before is done
+    OFFLOAD = "offload"  # target: storage; starts its copy to the tier after the earlier transfers of the link
     RELOAD = "reload"  # target: storage; its room is taken now, the read starts when the link is free; its users wait
 
 
@@ -29,10 +29,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a schedule costs.
+    """The cost of a schedule.
 
     Attributes:
-        valid: whether no rule is broken.
+        valid: no rule is broken.
         why: the rule that is broken; empty if valid.
         peak_bytes: most bytes resident at any step.
         seconds: time of all ops that ran, and waits.
@@ -56,21 +56,21 @@ def replay(
     trace: Trace, steps: Iterable[Step], budget_bytes: int, *, write_rate: float = 0.0, read_rate: float = 0.0,
     latency_seconds: float = 0.0, shared: bool = False, away: Iterable[int] = (), clean: Iterable[int] = (),
 ) -> Cost:  # fmt: skip
-    """Runs a schedule by the rules of trace.py and says what it costs.
+    """Runs a schedule by the rules of trace.py and returns its cost.
 
     Args:
         trace: the pass.
-        steps: what is done; any object with a `do` whose value is a word of `Do`, and a `target`.
+        steps: the schedule; any object with a `do` whose value is a word of `Do`, and a `target`.
         budget_bytes: most bytes that may be resident.
         write_rate: bytes per second to the tier; 0: nothing can be written.
         read_rate: bytes per second from the tier.
         latency_seconds: of each copy.
-        shared: whether the two directions take turns.
-        away: of a cycle, the constants that are below, and not resident, when the pass begins: at its end what they become
-            is below again.
-        clean: of a cycle, the constants that are resident then and have a copy below.
+        shared: the two directions take turns.
+        away: of a cycle, the constants that are in the tier, and not resident, when the pass begins; at its end their
+            successors are in the tier again.
+        clean: of a cycle, the constants that are resident then and have a copy in the tier.
 
-    A cycle's cost is that of the second pass of two, which the first one has left its unfinished copies.
+    A cycle's cost is that of the second of two passes, which begins with the unfinished copies of the first.
 
     Known limitations: a tier is as large as needed.
     """
@@ -78,7 +78,7 @@ def replay(
     run = Replay(trace, budget_bytes, write_rate, read_rate, latency_seconds, shared=shared, away=away, clean=clean)
     try:
         _play(run, steps)
-        if trace.cycle:  # what the link has not done by the end of a pass takes its time in the next
+        if trace.cycle:  # transfers that the link has not ended by the end of a pass take their time in the next
             run = run.next_pass()
             _play(run, steps)
     except Broken as broken:
@@ -105,9 +105,9 @@ class Replay:
         self.trace, self.budget = trace, budget
         self.rates = {Do.OFFLOAD: write_rate, Do.RELOAD: read_rate}
         self.latency = latency
-        self.free_at = {Do.OFFLOAD: 0.0, Do.RELOAD: 0.0}  # when each direction has done what it was asked
+        self.free_at = {Do.OFFLOAD: 0.0, Do.RELOAD: 0.0}  # when each direction has ended its queued transfers
         self.resident: set[int] = set()
-        # Constants with a copy below; `away` comes without bytes.
+        # Constants with a copy in the tier; those of `away` begin without bytes.
         self.away, self.clean = frozenset(away), frozenset(clean)
         self.copied_at: dict[int, float] = dict.fromkeys(self.away | self.clean, 0.0)  # when a copy is whole
         self.ready_at: dict[int, float] = {}  # storages that are being read
@@ -116,7 +116,7 @@ class Replay:
         self.shared = shared
 
     def next_pass(self) -> Replay:
-        """Before the next pass of a cycle, with what the link has not done in this one."""
+        """The state before the next pass of a cycle, with the transfers that the link has not ended in this one."""
         rates = self.rates[Do.OFFLOAD], self.rates[Do.RELOAD]
         begins = self.away | self.clean
         run = Replay(

@@ -1,8 +1,8 @@
-"""Evens out what one pass measured: ops that look alike take what their median took.
+"""Evens out the times of one pass: ops that look alike get their median.
 
-A trace is one pass, so each of its times is one sample, and on a CPU that something else interrupts the worst of them are
-twice what the op takes. A planner that believes them recomputes what is expensive and keeps what is cheap. Models repeat their
-layers, so the same op is measured many times in a pass all the same.
+A trace is one pass, so each of its times is one sample, and on a CPU with other work the worst of them are twice the
+op's time. A planner that trusts them recomputes expensive storages and keeps cheap ones. Models repeat their layers, so
+the same op is measured many times in a pass all the same.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def smoothed(trace: Trace) -> Trace:
     """The same trace with times that one disturbed op does not change.
 
     Two ops look alike if name, kind, the sizes of all storages that they read and make, and the side of the turn to backward
-    are the same. With views of one storage that differ in length but not in what is made of them this takes different work
-    for the same; what takes no storage at all (the time between ops) is left as it is.
+    are the same. Views of one storage that differ in length but have equal outputs are taken for the same, although
+    their work differs. An op without storages (the time between ops) keeps its time.
 
     Args:
         trace: a measured pass; it is not changed.

@@ -1,31 +1,33 @@
-"""One measured pass as plain data: ops over storages, what is written and let go of, and the links.
+"""One measured pass as plain data: ops over storages, their writes and releases, and the links.
 
-**What a trace says.** Ops are numbered from 0 in the order in which the program ran them, constants included (an op that
-takes no time and makes one storage: a parameter, a buffer, a batch). A storage is one *version* of one block of bytes,
-made by exactly one op (`maker`). A view makes no storage: its op has the storage of its argument among its inputs, none
-among its outputs, and later ops that read the view name the same storage. An in-place write makes a new storage of the
-same size (design rule 2): the old version is an input, and `Op.writes` pairs (old, new). Whether the two share a block
-or, as in the operator logs, exist side by side while the op runs, is `Trace.copy_on_write`.
+**A trace.** Ops are numbered from 0 in the order in which the program ran them, constants included (an op that takes no
+time and makes one storage: a parameter, a buffer, a batch). A storage is one *version* of one block of bytes, made by
+exactly one op (`maker`). A view makes no storage: its op has the storage of its argument among its inputs, none among its
+outputs, and later ops that read the view name the same storage. An in-place write makes a new storage of the same size
+(rule 4): the old version is an input, and `Op.writes` pairs (old, new). `Trace.copy_on_write` tells if, as in the operator
+logs, both exist side by side while the op runs, or share a block.
 
-**When the program lets go.** `Storage.released = k`: the program lost its last reference (a saved tensor counts as one)
-after op k - 1 had started and before op k did, so an unmanaged run frees it as soon as op k - 1 has ended. `HELD`: never,
-it is there at the end. After its release no op of the program reads a storage; only a recompute may want it.
-`Storage.pinned_until = k`: until then the program itself holds it (a local, a list), so that letting go would free
-nothing (design section 2); 0 for all storages of the operator logs, whose recorder stood under every tensor.
+**Releases.** `Storage.released = k`: the program lost its last reference (a saved tensor counts as one)
+after op k - 1 had started and before op k did, so an unmanaged run frees it as soon as op k - 1 has ended. `HELD`:
+never, it is resident at the end. After its release no op of the program reads a storage; only a recomputation may.
+`Storage.pinned_until = k`: until then the program itself holds it (a local, a list), so that dropping it would free
+nothing; 0 for all storages of the operator logs, whose recorder stood under every tensor.
 
-**What a schedule may do** (recompute only; the judge is `check_schedule.py` of the operator logs):
+**Steps of a schedule** (recompute only; the judge is `check_schedule.py` of the operator logs):
 
 - `compute k`: ops in order, each once, constants too. All inputs are resident, also those of a view. Its outputs become
   resident, on top of the inputs, and then no more than the budget may be: there is no moment in between.
 - `recompute k`: any op computed before, except a constant. All inputs are resident. It makes those of its outputs that
-  are not resident (those that are stay, and are not doubled), wanted or not. Costs the op's time again; a view costs
+  are not resident (resident ones stay, and are not doubled), needed or not. Costs the op's time again; a view costs
   nothing again, and never has to be.
-- `free s`: s is resident; a constant only after its release, and it never comes back. Everything else may go at any
-  time, even while the program holds it. *Nothing* leaves otherwise: a released storage stays resident until it is freed.
+- `free s`: s is resident; a constant only after its release, and it cannot be restored. Every other storage may be
+  freed at any time, even while the program holds it. *No* storage is freed otherwise: a released storage stays resident
+  until it is freed.
 - at the end every storage with `released == HELD` is resident. In the operator logs that is parameters and buffers,
   their gradients (an op's output like any other: freed, it has to be made again) and sometimes the loss.
 
-Time is the sum of what ran; freeing is free. The peak is that of the bytes resident after each compute or recompute.
+Time is the sum of the ops that ran; freeing takes none. The peak is that of the bytes resident after each compute or
+recompute.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from enum import IntEnum
 from functools import cached_property
 
 VERSION = 2
-"""Of the trace as data; the file carries it."""
+"""Version of the trace as data; the file carries it."""
 
 HELD = 2**62
-"""`Storage.released` of what the program holds at the end."""
+"""`Storage.released` of storages that the program holds at the end."""
 
 
 class TraceError(ValueError):
-    """What was given is not a trace; the message says where and why."""
+    """The input is not a trace; the message says where and why."""
 
 
 class OpKind(IntEnum):
@@ -53,7 +55,7 @@ class OpKind(IntEnum):
     COMPUTE = 0
     VIEW = 1  # makes no storage; costs its time once
     CONSTANT = 2  # a parameter or a batch: there from the start, cannot be made again
-    ONCE = 3  # must not run a second time (design rule 6): its outputs can be offloaded, never recomputed
+    ONCE = 3  # must not run a second time (rule 8): its outputs can be offloaded, never recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class TierLink:
 
 @dataclass(frozen=True)
 class Trace:
-    """A pass. See the module's text for what the numbers mean.
+    """A pass. The module's text explains the numbers.
 
     Attributes:
         ops: in the order of the program.
@@ -134,8 +136,8 @@ class Trace:
         copy_on_write: an in-place write has old and new version resident while it runs (operator logs); else the new one
             takes the old one's block, which must then not be needed again.
         complete: False if the record ended inside an op, which is then left out.
-        cycle: (held at the end, constant) each: what the one is at the end of a pass, the other is at the start of the next;
-            empty where nothing is known of what comes before and after.
+        cycle: (held at the end, constant) each: the second at the start of a pass is the first at the end of the pass
+            before; empty if the passes before and after are not known.
     """
 
     ops: tuple[Op, ...]
@@ -187,8 +189,8 @@ class Trace:
     def unmanaged_peak(self) -> tuple[int, int]:
         """(bytes, op): the peak with no budget, and the first op at which it is reached.
 
-        As the judge counts: after op k everything with `released == k + 1` goes, so what is released before its maker
-        has started (nothing sane does) would never go.
+        As the judge counts: after op k each storage with `released == k + 1` is freed, so a storage released before its
+        maker has started (which no real program does) would never be freed.
         """
         live = peak = at = 0
         for k, op in enumerate(self.ops):

@@ -50,7 +50,7 @@ def managed(model: str, share: float, how: str, env: bool = False, **more: Any) 
     assert seen.stats["budget_bytes"] == budget
     peak = seen.stats["resident_bytes.peak"]
     assert 0 < peak <= budget, f"memmgr says {peak:,} bytes of {budget:,}"
-    # What the traceback of an exception holds, the whole graph, comes back when the budget ends (docs/internals/pager.md).
+    # What the traceback of an exception holds, the whole graph, comes back when the budget ends (docs/develop/pager.md).
     most = (plain(model).rss_bytes if "fail" in more else budget) + ROOM_BYTES
     assert seen.rss_bytes <= most, f"seen from outside: {seen.rss_bytes:,} bytes over the start, at most {most:,}"
     assert seen.rss_bytes >= 0.5 * budget, "the samples missed the run"

@@ -1,6 +1,6 @@
 """The true floor of a training run, measured without memmgr. Shares no code with it.
 
-Words, as in the design: what autograd saved and nothing else holds could be elsewhere; everything else cannot. So the
+What autograd saved and nothing else holds could be elsewhere; everything else cannot. So the
 floor is the largest sum, over the run, of what is not held by autograd alone plus the working set of the running op or
 node (its inputs, outputs and temporaries).
 

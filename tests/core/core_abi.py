@@ -125,6 +125,7 @@ _SIGNATURES = {
     "mm_tier_close": (None, [c.c_void_p]),
     "mm_tier_write": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
     "mm_tier_write_now": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
+    "mm_tier_lend": (c.c_int64, [c.c_void_p, c.c_int, c.c_uint64, c.c_uint64]),
     "mm_tier_read": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
     "mm_tier_read_now": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
     "mm_tier_poll": (c.c_int, [c.c_void_p, c.c_int64]),
@@ -241,7 +242,7 @@ class Tier:
     def __init__(
         self,
         library: c.CDLL,
-        folder: Path,
+        folder: Path | None,
         capacity: int = 0,
         bytes_per_second: int = 0,
         workers: int = 0,
@@ -250,7 +251,13 @@ class Tier:
         self.library = library
         error = c.create_string_buffer(200)
         self.handle = library.mm_tier_open_cached(
-            os.fsencode(folder), capacity, bytes_per_second, workers, cached, error, len(error)
+            None if folder is None else os.fsencode(folder),
+            capacity,
+            bytes_per_second,
+            workers,
+            cached,
+            error,
+            len(error),
         )
         if not self.handle:
             raise OSError(error.value.decode())

@@ -316,7 +316,7 @@ def test_unmanaged_peak_counts_what_is_away(make_arena, core):
     addresses.append(arena.alloc(MIB))
     assert arena.stats.unmanaged_peak_bytes == 4 * MIB
     core.mm_own_work(1)
-    addresses += [arena.alloc(MIB), arena.alloc(MIB)]  # one comes back, and what it takes to make it
+    addresses += [arena.alloc(MIB), arena.alloc(MIB)]  # one comes back, and the bytes that are needed to make it
     core.mm_arena_note_virtual(arena.handle, -MIB)
     arena.free(addresses.pop())
     assert core.mm_arena_try_alloc(arena.handle, MIB, 0) and arena.stats.unmanaged_peak_bytes == 4 * MIB

@@ -1,4 +1,4 @@
-"""Two-valued bytes as bits: the same bytes come back, whatever they were, and what has a third value is refused."""
+"""Two-valued bytes as bits: exactly the same bytes come back, and bytes with a third value are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMS = {np.dtype(np.uint8): 1, np.dtype(np.uint16): 2, np.dtype(np.uint32): 4, 
 
 
 def packed(data: np.ndarray) -> tuple[int, Bits]:
-    """(bytes of the bits or 0, what they are)."""
+    """(bytes of the bits or 0, the bits)."""
     before = data.tobytes()
     bits = Bits()
     size = load().mm_bits_pack(data.ctypes.data, data.nbytes, ctypes.byref(bits))

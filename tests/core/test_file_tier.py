@@ -31,7 +31,7 @@ class Bytes:
 
 
 def scratch_files() -> list[str]:
-    """What this process has open that has no name any more."""
+    """Open files of this process that have no name any more."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -281,7 +281,7 @@ def test_the_time_of_copies_is_counted_once(make_tier):
 
 
 def test_what_copies_take_of_a_cpu_is_counted(make_tier):
-    """That of the threads that do them, whoever that is; sleeping for the throttle is none."""
+    """Processor time of the threads that copy counts, the caller's included; sleeping for the throttle does not."""
     tier = make_tier(bytes_per_second=40 * MIB, workers=2)
     source, target = Bytes(4 * MIB, 1), Bytes(4 * MIB)
     slot = tier.write(source.address, source.size)
@@ -384,7 +384,7 @@ def test_calls_without_sense(make_tier):
         tier.free(slot)
 
 
-# ---- what is left behind -----------------------------------------------------------------------------------------
+# ---- leftovers -----------------------------------------------------------------------------------------------------
 
 
 def test_the_file_has_no_name_and_is_private(make_tier, tmp_path):
@@ -533,3 +533,61 @@ def test_room_comes_back_when_the_children_have_ended(core, tmp_path) -> None:
         """)
     )
     assert (ended.returncode, ended.stdout.strip()) == (0, "fine True"), ended.stderr
+
+
+# ---- slots that are lent -----------------------------------------------------------------------------------------
+
+
+def lend(tier, path, offset: int, size: int) -> tuple[int, int]:
+    fd = os.open(path, os.O_RDONLY)
+    return fd, tier.lend(fd, offset, size)
+
+
+@pytest.fixture(params=["beside a file", "alone"])
+def lending_tier(request, make_tier):
+    return make_tier(folder=None) if request.param == "alone" else make_tier()
+
+
+def test_a_lent_slot_reads_the_range_of_its_file(lending_tier, tmp_path):
+    data = random.Random(1).randbytes(9 * MIB + 5)
+    (tmp_path / "f").write_bytes(data)
+    fd, slot = lend(lending_tier, tmp_path / "f", 777, 8 * MIB + 3)
+    out = Bytes(8 * MIB + 3, shift=24)
+    for _ in range(2):
+        assert lending_tier.read_now(slot, out.address) == 0
+        assert bytes(out) == data[777 : 777 + out.size]
+    assert lending_tier.read(slot, out.address) == 0
+    assert lending_tier.wait(slot) == 0
+    assert lending_tier.stats.used_bytes == lending_tier.stats.file_bytes == 0
+    lending_tier.free(slot)
+    assert lending_tier.read_now(slot, out.address) == -errno.EBADF
+    os.close(fd)
+
+
+def test_a_tier_without_a_file_refuses_writes(make_tier):
+    tier = make_tier(folder=None)
+    source = Bytes(KIB, seed=1)
+    assert tier.write(source.address, KIB) == -errno.ENOSPC
+    assert tier.write_now(source.address, KIB) == -errno.ENOSPC
+
+
+@pytest.mark.parametrize("change", ["time", "longer", "shorter"])
+def test_a_lent_file_that_has_changed_is_stale(lending_tier, tmp_path, change):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(2 * MIB))
+    fd, slot = lend(lending_tier, path, 0, MIB)
+    if change == "time":
+        os.utime(path, ns=(1, 1))
+    else:
+        os.truncate(path, 3 * MIB if change == "longer" else MIB // 2)
+    out = Bytes(MIB)
+    assert lending_tier.read_now(slot, out.address) == -errno.ESTALE
+    lending_tier.free(slot)
+    os.close(fd)
+
+
+def test_a_range_beyond_the_end_of_a_file_is_not_lent(lending_tier, tmp_path):
+    (tmp_path / "f").write_bytes(bytes(MIB))
+    fd, slot = lend(lending_tier, tmp_path / "f", 1, MIB)
+    assert slot == -errno.EINVAL
+    os.close(fd)

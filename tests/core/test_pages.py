@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 
 def resident_bytes(start: int, length: int) -> int:
-    """What the kernel says is in memory of [start, start + length), from /proc/self/pagemap."""
+    """Bytes of [start, start + length) that are in memory, from /proc/self/pagemap."""
     pages = -(-length // PAGE)
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(start // PAGE * 8)
@@ -74,7 +74,7 @@ def can_move() -> bool:
 
 @pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
 def test_a_remap_moves_the_memory_instead_of_clearing_new(make_arena):
-    """What was in the freed blocks is in the new one: nothing was given to the system and taken from it again."""
+    """The new block has the contents of the freed ones: no memory was given to the system and taken from it again."""
     budget = 16 * MIB
     arena = make_arena(budget=budget)
     fragment(arena, budget)
@@ -159,8 +159,9 @@ def churn(arena: core_abi.Arena, most: int, sizes: list[int], live: list[tuple[i
 
 
 def test_moves_do_not_cut_memory_ever_finer(core):
-    """Blocks of uneven lengths, the same round over and over: where their ends were cut from what was moved, a later move had
-    to stop, and a round took ever more of them (the demo's GPT: 240 a step at first, 5,800 on average over 180)."""
+    """Blocks of uneven lengths, the same round over and over. Where their ends were cut from moved memory, a later move
+    had to stop, and a round took ever more moves (the demo's GPT: 240 a step at first, 5,800 on average over 180).
+    """
     budget = 64 * MIB
     arena = core_abi.Arena(core, budget, 1024 * MIB)
     start = arena.alloc(64 * KIB)
@@ -182,9 +183,10 @@ def test_moves_do_not_cut_memory_ever_finer(core):
 
 
 def test_memory_that_is_moved_is_hardly_ever_fetched_again(core):
-    """The ends of blocks that no whole chunk fills come fresh from the system, page by page: where chunks are long that was most
-    of what a step of the demo's GPT took at 100 % of its need (4,811 faults, 19.7 MB; 13 since). Chunks that a third of the
-    blocks are no multiples of are worth it where the others are moved in half the calls."""
+    """The ends of blocks that no whole chunk fills come fresh from the system, page by page. With long chunks that was
+    most of the time of a step of the demo's GPT at 100 % of its need (4,811 faults, 19.7 MB; 13 since). Chunks that a
+    third of the blocks are no multiples of pay if the others are moved in half the calls.
+    """
     budget = 96 * MIB
     arena = core_abi.Arena(core, budget, 1024 * MIB)
     dice = random.Random(0)
@@ -209,7 +211,7 @@ RESNET_SIZES = [524_288, 1_048_576, 2_097_152]
 
 
 def test_chunks_are_as_long_as_the_blocks_have_it(core):
-    """A move costs what it costs, up to a MiB. With chunks of 64 KiB a step of a BERT made 900, and makes 300 now."""
+    """A move up to a MiB has a fixed cost. With chunks of 64 KiB a step of a BERT made 900, and makes 300 now."""
     budget = 64 * MIB
     arena = core_abi.Arena(core, budget, 1024 * MIB)
     start = arena.alloc(64 * KIB)
@@ -224,8 +226,9 @@ def test_chunks_are_as_long_as_the_blocks_have_it(core):
 
 
 def changing(core: Any, phases: list[tuple[list[int], int]]) -> tuple[int, int]:
-    """Rounds of blocks of these lengths in a budget of 64 MiB, one phase after the other: what the last one moved and what it
-    fetched, in bytes."""
+    """Rounds of blocks of these lengths in a budget of 64 MiB, one phase after the other: bytes that the last one
+    moved, and bytes that it fetched.
+    """
     arena = core_abi.Arena(core, 64 * MIB, 1024 * MIB)
     dice = random.Random(0)
     live: list[tuple[int, int]] = []
@@ -240,8 +243,9 @@ def changing(core: Any, phases: list[tuple[list[int], int]]) -> tuple[int, int]:
 
 
 def test_chunks_change_with_the_blocks(core):
-    """What lies in pieces of another length is fetched anew once, and what is moved there is whole. With the old length a fifth
-    of what was moved came from the system, time and again."""
+    """Pieces of another length are fetched anew once, and later moves are whole. With the old length a fifth of the
+    moved bytes came from the system, time and again.
+    """
     moved, fetched = changing(core, [(RESNET_SIZES, 30), (GPT_SIZES, 60), (GPT_SIZES, 10)])
     assert moved > 640 * MIB
     assert fetched < 0.05 * moved
@@ -257,8 +261,9 @@ def test_what_was_cut_for_short_chunks_is_moved_in_long_ones(core):
 
 
 def test_a_block_takes_the_place_of_one_of_its_length(core):
-    """Blocks that are aligned leave runs with holes behind them. The shortest run may have no pages at all, and the next one may
-    have all: 53 % of what was allocated here had been moved to it, and 38 % since."""
+    """Aligned blocks leave runs with holes behind them. The shortest run may have no pages at all, and the next one may
+    have all: 53 % of the allocated bytes had been moved to it here, and 38 % since.
+    """
     arena = core_abi.Arena(core, 96 * MIB, 1024 * MIB)
     dice = random.Random(0)
     live: list[tuple[int, int]] = []
@@ -275,7 +280,7 @@ def test_a_block_takes_the_place_of_one_of_its_length(core):
 
 
 def test_alignment_does_not_split_the_range(core):
-    """What lies between two aligned blocks belongs to the same mapping: a process may have 65,530."""
+    """The gap between two aligned blocks belongs to the same mapping: a process may have 65,530."""
     arena = core_abi.Arena(core, 1 << 30)
     blocks = [arena.alloc(MIB + 512) for _ in range(300)]
     assert None not in blocks
@@ -342,7 +347,7 @@ def test_a_short_reserve_asks_reclaim_for_contiguity(make_arena):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), budget_pages=st.integers(64, 1024))
 def test_memory_in_use_obeys_the_budget(core, seed, budget_pages):
-    """Random blocks, all touched: what the kernel counts stays within the budget and the fragments' edges."""
+    """Random blocks, all touched: the kernel's count stays within the budget and the fragments' edges."""
     budget = budget_pages * PAGE
     arena = core_abi.Arena(core, budget, 256 * MIB)
     dice = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Who leaves so that a request fits: the sliding window against all windows, the other searches, and the limit."""
+"""Victims for a request: the sliding window against all windows, the other searches, and the limit."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def layout(core, seed: int, integer_prices: bool) -> tuple[core_abi.Arena, int, 
 
 
 def requests_for(pieces: list[Piece], limit: int, seed: int) -> list[int]:
-    """Three of any size; five as long as a window for which something has to leave, exactly or nearly. What can be met is last."""
+    """Three of any size; five as long as a window with a victim, exactly or nearly. Requests that can be met come last."""
     dice = random.Random(seed)
     found = [dice.randrange(LEAST_LARGE // UNIT, limit // UNIT) * UNIT for _ in range(3)]
     longest = max((piece.bytes for piece in pieces if piece.price == 0), default=0)
@@ -109,8 +109,9 @@ def requests_for(pieces: list[Piece], limit: int, seed: int) -> list[int]:
 @settings(max_examples=1500, deadline=None)
 @given(seed=st.integers(0, 2**48))
 def test_the_window_is_the_cheapest_of_all_windows(core, seed):
-    """Whole prices are added exactly, so run and ties are the same as with all windows tried: eight requests a layout, and
-    what was chosen for the last of them is released."""
+    """Whole prices are added exactly, so run and ties are the same as with all windows tried: eight requests a layout,
+    and the blocks chosen for the last of them are released.
+    """
     arena, base, limit, prices, live = layout(core, seed, integer_prices=True)
     pieces = pieces_of(arena, base, limit, prices)
     resident = arena.stats.live_bytes
@@ -127,7 +128,7 @@ def test_the_window_is_the_cheapest_of_all_windows(core, seed):
             live.remove(address)
         address = arena.alloc(request)  # no reclaim: it fits, and where it was meant to
         assert address is not None
-        # The run may be longer than the window: what was free beside it has joined.
+        # The run may be longer than the window: free neighbours have joined.
         gone = [piece for piece in pieces if piece.price == 0 or piece in expected]
         start, end = expected[0].offset, expected[-1].offset + expected[-1].bytes
         for piece in gone:
@@ -146,7 +147,7 @@ def test_the_window_is_the_cheapest_of_all_windows(core, seed):
 @given(seed=st.integers(0, 2**48))
 def test_prices_over_nine_decades_are_added_without_loss(core, seed):
     arena, base, limit, prices, live = layout(core, seed, integer_prices=False)
-    # What the arena keeps is a float.
+    # The arena keeps a float.
     kept = {address: ctypes.c_float(price).value for address, price in prices.items()}
     pieces = pieces_of(arena, base, limit, kept)
     request = random.Random(seed + 1).randrange(LEAST_LARGE // UNIT, limit // UNIT) * UNIT
@@ -444,7 +445,7 @@ def test_any_sequence_of_requests_is_met_while_everything_may_leave(core, seed, 
 
 
 def test_threads_choose_and_release_side_by_side(make_arena):
-    """Several threads reclaim at once; whoever chose a block that has gone meanwhile asks again."""
+    """Several threads reclaim at once; a thread whose chosen block is gone chooses again."""
     budget = 4 * MIB
     arena = make_arena(budget=budget)
     arena.set_layout(REMAP_NEVER)

@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "allocator" / "core"
 FAKE_DRIVER = Path(__file__).parent / "fake_driver.cpp"
 KERNELS = CORE / "device_kernels.cu"  # the double runs their source
+VIRTUAL_TIME = Path(__file__).parent / "virtual_time.h"
 FOLDER = ROOT / "build" / "tests"
-TWICE = ("kMiB", "RoundUp")  # what more than one file of the core has for itself
+TWICE = ("kMiB", "RoundUp")  # names that more than one file of the core defines for itself
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Wno-unused-parameter", "-pthread"]
 
 
@@ -28,7 +29,7 @@ def compiler() -> str | None:
 
 
 def core_sources() -> list[Path]:
-    """What the library is built from, as its CMakeLists names it."""
+    """The sources of the library, as its CMakeLists names them."""
     text = (ROOT / "allocator" / "CMakeLists.txt").read_text()
     names = text.split("set(core_sources", 1)[1].split(")", 1)[0].split()
     return [ROOT / "allocator" / name for name in names]
@@ -62,7 +63,7 @@ def build(
     """Compiles ``sources`` into ``build/tests/<name>-<hash>`` and returns that path.
 
     The hash is of the sources, all headers of the core and the flags. Older builds of the name are removed. A source
-    that is a shared library is linked. ``more``: what the sources include, besides headers.
+    that is a shared library is linked. ``more``: files that the sources include, besides headers.
     """
     command = [compiler(), *FLAGS, *flags, "-I", str(ROOT / "allocator" / "include"), "-I", str(CORE)]
     assert command[0] is not None, "no C++ compiler"
@@ -100,7 +101,7 @@ def _run(command: Sequence[str]) -> None:
 def fake_driver(sanitize: str = "") -> Path:
     """The double of libcuda. ``sanitize``: address, thread or undefined."""
     flags = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
-    return build(f"fake_driver_{sanitize or 'plain'}", [FAKE_DRIVER], flags, more=[KERNELS])
+    return build(f"fake_driver_{sanitize or 'plain'}", [FAKE_DRIVER], flags, more=[KERNELS, VIRTUAL_TIME])
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from pathlib import Path
 
-PROMPT, RANDOM, LATE, THREADED = range(4)
+PROMPT, RANDOM, LATE, THREADED, TIMED = range(5)
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 0, 1, 2, 3
 INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED = 201, 400, 600, 700, 900
 ALREADY_REGISTERED, NOT_REGISTERED, NOT_SUPPORTED = 712, 713, 801
@@ -94,6 +94,9 @@ _CONTROLS = {
     "fake_illegal_uses": (c.c_uint64, []),
     "fake_capture_violations": (c.c_uint64, []),
     "fake_outstanding": (c.c_uint64, [c.c_char_p]),
+    "fake_set_figure": (None, [c.c_char_p, c.c_double]),
+    "fake_set_hollow": (None, [c.c_int]),
+    "fake_now": (c.c_double, []),
 }
 
 

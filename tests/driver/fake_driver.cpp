@@ -9,6 +9,9 @@
 //   random    every call lets some tasks of random streams run (in the calling thread), at speeds that change
 //   late      a task runs only when somebody waits for what comes after it (or asks for it again and again)
 //   threaded  workers run the tasks, with pauses: work really goes on beside the program
+//   timed     there is virtual time (virtual_time.h): calls, kernels and copies take as long as the figures say that
+//             fake_set_figure has given, and work runs when the program's clock has reached its end. Hollow: kernels
+//             and large copies take their time and do nothing, so that a training of any size runs in no memory
 // But for `threaded` everything is a function of the seed and of the calls made. Captured work is kept, not run
 // (fake_replay runs it). Illegal use that a real driver would answer with undefined behaviour ends the process, or is
 // counted and left undone (fake_set_lenient).
@@ -31,6 +34,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -40,10 +44,11 @@
 
 #include "device_kernels.cu"
 #include "driver.h"
+#include "virtual_time.h"
 
 namespace {
 
-enum Mode { kPrompt = 0, kRandom = 1, kLate = 2, kThreaded = 3 };
+enum Mode { kPrompt = 0, kRandom = 1, kLate = 2, kThreaded = 3, kTimed = 4 };
 constexpr unsigned char kPoison = 0xA5;
 constexpr size_t kPoisonLimit = 4 << 20;  // new memory up to this size is poisoned: more would take the time of tests
 constexpr int kMaxDevices = 8;
@@ -74,6 +79,8 @@ struct Mark {
   Stream* stream = nullptr;
   uint64_t position = 0;  // of the task that passes it, in its stream
   Clock::time_point when;
+  double at = virtual_time::kUnknown;  // it passes; known as soon as the work before it has begun
+  int behind = 0;                      // the label of that work
 };
 using MarkRef = std::shared_ptr<Mark>;
 
@@ -82,6 +89,10 @@ struct Task {
   MarkRef pass;               // passes
   std::function<void()> run;  // or does this
   std::vector<Range> uses;    // device and page-locked memory
+  virtual_time::Cost cost{};
+  double issued = 0;     // by the program's clock
+  uint64_t number = 0;   // of all tasks
+  double end = 0;        // of a task that has begun
 };
 
 struct Device {
@@ -100,6 +111,13 @@ struct Stream {
   int capture = CU_STREAM_CAPTURE_STATUS_NONE;
   std::vector<Task> captured;
   double weight = 1;
+  bool timed = false;
+  size_t begun = 0;     // of its tasks, by virtual time
+  double time = 0;      // the end of the last of these
+  double waited = 0;    // `time`, where a wait has put it off
+  double done_at = 0;   // the end of the last task that is done
+  int label = 0;        // of the last work that has begun
+  int waited_for = 0;   // the label of the work that the last wait was for
 };
 
 struct Event {
@@ -160,7 +178,7 @@ struct Fake {
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Fault> faults;
   bool integrated = false;
-  int broken = 0;  // what a kernel has done: from then on all calls that need a context answer so
+  int broken = 0;  // error that a kernel has caused: from then on all calls that need a context return it
   uint64_t next_handle = 1;
   int file = -1;
   uint64_t file_bytes = 0;
@@ -171,6 +189,9 @@ struct Fake {
   uint64_t queries = 0;  // that found work under way
   uint64_t workers = 0;
   uint64_t epoch = 0;  // of the workers: another one's end
+  virtual_time::Time time;
+  uint64_t tasks = 0;
+  bool hollow = false;
 
   double Chance() { return std::uniform_real_distribution<double>(0, 1)(dice); }
 };
@@ -179,6 +200,8 @@ std::atomic<bool> forked{false};
 thread_local Device* current = nullptr;
 thread_local bool in_task = false;
 thread_local int capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+thread_local virtual_time::HostClock host;
+thread_local std::optional<virtual_time::Cost> next_work;  // of the next host function: fake_next_work
 
 using Hold = std::unique_lock<std::mutex>;
 
@@ -193,6 +216,7 @@ Stream* MakeStream(Fake* fake, Device* device) {
   fake->streams.push_back(std::make_unique<Stream>());
   Stream* stream = fake->streams.back().get();
   stream->device = device;
+  stream->timed = fake->mode == kTimed;
   fake->alive.insert(stream);
   return stream;
 }
@@ -202,6 +226,7 @@ void SetUp(Fake* fake, uint64_t seed, int mode) {
   fake->mode = static_cast<Mode>(mode);
   fake->pace = 1;
   fake->queries = 0;  // a test that asks once is not the 64th of the process
+  fake->time.Reset();
   for (int i = 0; i < kMaxDevices; ++i) {
     fake->devices[i].ordinal = i;
     fake->devices[i].used = 0;
@@ -221,16 +246,19 @@ Fake& Get() {
     if (made->file < 0) Die("memfd_create: %s", strerror(errno));
     const char* mode = getenv("FAKE_DRIVER_MODE");
     const std::string name = mode != nullptr ? mode : "prompt";
-    const int number = name == "random" ? kRandom : name == "late" ? kLate : name == "threaded" ? kThreaded : kPrompt;
+    const int number = name == "random" ? kRandom : name == "late" ? kLate : name == "threaded" ? kThreaded
+                       : name == "timed"  ? kTimed
+                                          : kPrompt;
     SetUp(made, FromEnvironment("FAKE_DRIVER_SEED", 0), number);
     return made;
   }();
   return *fake;
 }
 
-// ---- what runs ---------------------------------------------------------------------------------------------------
+// ---- running work ------------------------------------------------------------------------------------------------
 
 bool Runnable(Stream* stream) {
+  if (stream->timed) return false;  // NextEvent
   while (!stream->running && !stream->tasks.empty()) {
     const Task& first = stream->tasks.front();
     if (first.wait == nullptr) return true;
@@ -274,7 +302,7 @@ bool IsPartlyPageLocked(Fake* fake, uint64_t address, uint64_t bytes) {
   return address < at->first + at->second.bytes && !IsPageLocked(fake, address, bytes);
 }
 
-// The system looks, so that there is no fault. What cannot be written to cannot be locked.
+// The system accesses the memory, so that there is no fault. Memory that cannot be written to cannot be locked.
 bool IsWritable(uint64_t address, uint64_t bytes) {
   const int file = memfd_create("fake_driver_looks", MFD_CLOEXEC);
   bool writable = true;
@@ -320,6 +348,89 @@ void RunFirst(Fake* fake, Stream* stream, Hold* hold) {
   fake->changed.notify_all();
 }
 
+// ---- virtual time ------------------------------------------------------------------------------------------------
+
+struct NextWork {
+  Stream* stream = nullptr;
+  bool begins = false;  // or ends
+  double at = 0;
+  uint64_t number = 0;
+};
+
+double BeginOf(Fake* fake, const Stream* stream, const Task& task) {
+  double at = std::max(stream->time, task.issued);
+  if (task.wait != nullptr) at = std::max(at, task.wait->at);
+  const double* engine = fake->time.Engine(stream->device->ordinal, task.cost.engine);
+  return engine != nullptr ? std::max(at, *engine) : at;
+}
+
+// Returns the next begin or end of work. Work that waits for work not yet begun is no candidate: its begin is later
+// than some other begin.
+NextWork NextEvent(Fake* fake) {
+  NextWork next;
+  const auto consider = [&](Stream* stream, bool begins, double at, uint64_t number) {
+    if (next.stream != nullptr && (at > next.at || (at == next.at && number >= next.number))) return;
+    next = {stream, begins, at, number};
+  };
+  for (const auto& each : fake->streams) {
+    Stream* stream = each.get();
+    if (stream->begun < stream->tasks.size()) {
+      const Task& task = stream->tasks[stream->begun];
+      if (task.wait == nullptr || task.wait->at != virtual_time::kUnknown) {
+        consider(stream, true, BeginOf(fake, stream, task), task.number);
+      }
+    }
+    if (stream->begun > 0 && !stream->running) {
+      const Task& task = stream->tasks.front();
+      if (task.wait == nullptr || task.wait->passed) consider(stream, false, task.end, task.number);
+    }
+  }
+  return next;
+}
+
+void Begin(Fake* fake, const NextWork& next) {
+  Stream* stream = next.stream;
+  Task& task = stream->tasks[stream->begun++];
+  task.end = next.at + task.cost.seconds;
+  if (double* engine = fake->time.Engine(stream->device->ordinal, task.cost.engine)) {
+    const auto bound = next.at <= task.issued          ? virtual_time::kByHost
+                       : next.at <= stream->waited     ? virtual_time::kByWait
+                       : next.at <= stream->time       ? virtual_time::kByStream
+                                                       : virtual_time::kByEngine;
+    fake->time.Note({task.cost.engine, task.cost.label, next.at, task.end, task.issued, bound,
+                     bound == virtual_time::kByWait ? stream->waited_for : 0, task.cost.bytes});
+    *engine = task.end;
+    stream->label = task.cost.label;
+  } else if (task.wait != nullptr && task.wait->at > std::max(stream->time, task.issued)) {
+    stream->waited = task.end;
+    stream->waited_for = task.wait->behind;
+  }
+  stream->time = task.end;
+  if (task.pass != nullptr) {
+    task.pass->at = task.end;
+    task.pass->behind = stream->label;
+  }
+}
+
+void Happen(Fake* fake, const NextWork& next, Hold* hold) {
+  if (next.begins) {
+    Begin(fake, next);
+    return;
+  }
+  RunFirst(fake, next.stream, hold);
+  --next.stream->begun;
+  next.stream->done_at = next.at;
+}
+
+// Runs all work that is due by now. Work that another thread runs at this moment is left to that thread.
+void CatchUp(Fake* fake, Hold* hold) {
+  while (true) {
+    const NextWork next = NextEvent(fake);
+    if (next.stream == nullptr || next.at > fake->time.now) return;
+    Happen(fake, next, hold);
+  }
+}
+
 Stream* PickAny(Fake* fake) {
   std::vector<Stream*> ready;
   double sum = 0;
@@ -349,9 +460,21 @@ Stream* PickFor(Stream* wanted) {
   return wanted;
 }
 
-// Runs until `done` says so. `wanted` NULL: whatever there is to run.
+// Runs work until `done` returns true. `wanted` NULL: the work of any stream.
 template <typename Done>
 void RunUntil(Fake* fake, Stream* wanted, Hold* hold, Done done) {
+  while (fake->mode == kTimed && !done()) {
+    const NextWork next = NextEvent(fake);
+    bool running = false;
+    for (const auto& stream : fake->streams) running = running || stream->running;
+    if (running) {
+      fake->changed.wait(*hold);
+    } else if (next.stream != nullptr) {
+      Happen(fake, next, hold);
+    } else {
+      Die("somebody waits for work that can never run");
+    }
+  }
   if (fake->mode == kThreaded) fake->changed.notify_all();  // the call that waits may also have queued
   while (!done()) {
     if (fake->mode == kThreaded && !in_task) {
@@ -378,14 +501,23 @@ void Drain(Fake* fake, Hold* hold) {
     }
     return true;
   });
+  for (const auto& stream : fake->streams) fake->time.Reach(&host, stream->done_at, "drain");
 }
 
-void SettleStream(Fake* fake, Stream* stream, Hold* hold) {
+void SettleStream(Fake* fake, Stream* stream, Hold* hold, const char* what) {
   const uint64_t until = stream->queued;
   RunUntil(fake, stream, hold, [&] {
     Runnable(stream);
     return stream->done >= until;
   });
+  if (until > 0) fake->time.Reach(&host, stream->done_at, what);
+}
+
+void SettleDevice(Fake* fake, Device* device, Hold* hold, const char* what) {
+  for (size_t i = 0; i < fake->streams.size(); ++i) {
+    Stream* stream = fake->streams[i].get();
+    if (stream->device == device) SettleStream(fake, stream, hold, what);
+  }
 }
 
 // The device goes on while the CPU makes calls: between nothing at all and everything.
@@ -404,6 +536,8 @@ void TimePasses(Fake* fake, Hold* hold) {
     }
   } else if (fake->mode == kThreaded) {
     fake->changed.notify_all();
+  } else if (fake->mode == kTimed) {
+    CatchUp(fake, hold);
   }
 }
 
@@ -453,9 +587,16 @@ void StartWorkers(Fake* fake) {
   }
 }
 
+void Push(Fake* fake, Stream* stream, Task task) {
+  task.issued = fake->time.Now(host);
+  task.number = ++fake->tasks;
+  stream->tasks.push_back(std::move(task));
+  ++stream->queued;
+}
+
 // ---- calls -------------------------------------------------------------------------------------------------------
 
-// What every entry point begins with. `error` is set: return it.
+// The common begin of every entry point. If `error` is set, the entry point returns it.
 struct Call {
   Fake& fake;
   Hold hold;
@@ -474,6 +615,10 @@ struct Call {
     std::string plain = name;
     if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
     ++fake.calls[plain];
+    if (fake.mode == kTimed) {
+      fake.time.Spend(&host, fake.time.OfCall(plain, current != nullptr ? current->ordinal : 0), plain);
+      CatchUp(&fake, &hold);
+    }
     const auto fault = fake.faults.find(plain);
     if (fault != fake.faults.end() && fault->second.after-- <= 0) {
       error = fault->second.code;
@@ -497,7 +642,7 @@ struct Call {
     if (hold.owns_lock()) TimePasses(&fake, &hold);
   }
 
-  // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
+  // Calls that any thread's capture forbids every thread, unless that thread's mode is relaxed.
   static bool IsUnsafe(const std::string& name) {
     static const std::set<std::string> names = {
         "cuMemAlloc",       "cuMemFree",        "cuMemCreate",      "cuMemMap",          "cuMemUnmap",
@@ -526,7 +671,7 @@ struct Call {
     }
     return at->second.get();
   }
-  // Ordering that a capture forbids, or that would not do there what the caller thinks.
+  // Refuses ordering that a capture forbids, or that would not have the effect there that the caller expects.
   bool RefusedByCapture(const Stream* stream) {
     if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE) return false;
     ++fake.capture_violations;
@@ -538,8 +683,7 @@ struct Call {
       stream->captured.push_back(std::move(task));
       return;
     }
-    stream->tasks.push_back(std::move(task));
-    ++stream->queued;
+    Push(&fake, stream, std::move(task));
     fake.changed.notify_all();  // the workers: this very call may wait for them
   }
   void MustNotBeUsed(const char* what, Range range) {
@@ -555,21 +699,21 @@ struct Call {
       }
     }
   }
-  CUresult QueueCopy(Stream* stream, uint64_t to, uint64_t from, size_t bytes);
+  CUresult QueueCopy(Stream* stream, uint64_t to, uint64_t from, size_t bytes, virtual_time::Engine engine);
 };
 
-CUresult Call::QueueCopy(Stream* stream, uint64_t to, uint64_t from, size_t bytes) {
+CUresult Call::QueueCopy(Stream* stream, uint64_t to, uint64_t from, size_t bytes, virtual_time::Engine engine) {
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
-  const size_t middle = bytes / 2;
+  const size_t middle = fake.mode == kTimed ? bytes : bytes / 2;
+  const bool hollow = fake.hollow && bytes > virtual_time::kSolidBytes;
   for (const Range part : {Range{0, middle}, Range{middle, bytes}}) {
     if (part.begin == part.end) continue;
-    const size_t length = part.end - part.begin;
+    const size_t length = hollow ? 0 : part.end - part.begin;
     auto* target = reinterpret_cast<void*>(to + part.begin);
     const auto* source = reinterpret_cast<const void*>(from + part.begin);
-    Queue(stream, {nullptr,
-                   nullptr,
-                   [=] { memcpy(target, source, length); },
-                   {{to + part.begin, to + part.end}, {from + part.begin, from + part.end}}});
+    Queue(stream, {.run = [=] { memcpy(target, source, length); },
+                   .uses = {{to + part.begin, to + part.end}, {from + part.begin, from + part.end}},
+                   .cost = fake.time.OfCopy(engine, part.end - part.begin)});
   }
   return CUDA_SUCCESS;
 }
@@ -595,6 +739,11 @@ void GiveBackPhysical(Fake* fake, uint64_t handle) {
   }
   physical.device->used -= physical.bytes;
   fake->physical.erase(handle);
+}
+
+// Waits for the device in virtual time, as these calls do on a GPU for memory of any kind.
+void WaitsForDevice(Call* call, const char* name) {
+  if (call->fake.mode == kTimed && current != nullptr) SettleDevice(&call->fake, current, &call->hold, name);
 }
 
 bool TakeMemory(Fake* fake, Device* device, uint64_t bytes) {
@@ -706,7 +855,7 @@ CUresult cuCtxSynchronize() {
   }
   for (size_t i = 0; i < call.fake.streams.size(); ++i) {
     Stream* stream = call.fake.streams[i].get();
-    if (stream->device == current) SettleStream(&call.fake, stream, &call.hold);
+    if (stream->device == current) SettleStream(&call.fake, stream, &call.hold, "cuCtxSynchronize");
   }
   return CUDA_SUCCESS;
 }
@@ -727,7 +876,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
     current->used -= bytes;
     return CUDA_ERROR_OUT_OF_MEMORY;
   }
-  if (bytes <= kPoisonLimit) memset(memory, kPoison, bytes);
+  if (bytes <= kPoisonLimit && !call.fake.hollow) memset(memory, kPoison, bytes);
   *address = reinterpret_cast<CUdeviceptr>(memory);
   call.fake.memory[*address] = {bytes, current};
   return CUDA_SUCCESS;
@@ -738,6 +887,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
   if (address == 0) return CUDA_SUCCESS;
   const auto at = call.fake.memory.find(address);
   if (at == call.fake.memory.end()) return CUDA_ERROR_INVALID_VALUE;
+  WaitsForDevice(&call, "cuMemFree");
   call.MustNotBeUsed("cuMemFree", {address, address + at->second.bytes});
   Forbid(address, at->second.bytes);
   at->second.device->used -= at->second.bytes;
@@ -781,7 +931,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const C
   }
   Device* device = &fake.devices[properties->location.id];
   if (!TakeMemory(&fake, device, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-  // Offsets are never used twice: the file is sparse, and what is given back is punched out.
+  // Offsets are never used twice: the file is sparse, and freed ranges are punched out.
   if (ftruncate(fake.file, static_cast<off_t>(fake.file_bytes + bytes)) != 0) {
     device->used -= bytes;
     return CUDA_ERROR_OUT_OF_MEMORY;
@@ -865,8 +1015,8 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
   }
   for (uint64_t at = address; at < end; at += fake.mappings[at].bytes) {
     Mapping& mapping = fake.mappings[at];
-    // What a handle holds when it is mapped again is undefined, too.
-    if (writable && !mapping.accessible && mapping.bytes <= kPoisonLimit) {
+    // The content of a handle that is mapped again is undefined, too.
+    if (writable && !mapping.accessible && mapping.bytes <= kPoisonLimit && !fake.hollow) {
       memset(reinterpret_cast<void*>(at), kPoison, mapping.bytes);
     }
     mapping.accessible = writable;
@@ -886,7 +1036,8 @@ CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   *memory = MapAnonymous(bytes, PROT_READ | PROT_WRITE);
   if (*memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
-  if (bytes <= kPoisonLimit) memset(*memory, kPoison, bytes);
+  if (bytes <= kPoisonLimit && !call.fake.hollow) memset(*memory, kPoison, bytes);
+  call.fake.time.Spend(&host, call.fake.time.OfLocking("host_alloc", bytes), "cuMemHostAlloc");
   call.fake.host[reinterpret_cast<uint64_t>(*memory)] = {bytes, false};
   return CUDA_SUCCESS;
 }
@@ -896,6 +1047,7 @@ CUresult cuMemFreeHost(void* memory) {
   const auto address = reinterpret_cast<uint64_t>(memory);
   const auto at = call.fake.host.find(address);
   if (at == call.fake.host.end() || at->second.registered) return CUDA_ERROR_INVALID_VALUE;
+  WaitsForDevice(&call, "cuMemFreeHost");
   call.MustNotBeUsed("cuMemFreeHost", {address, address + at->second.bytes});
   Forbid(address, at->second.bytes);
   call.fake.host.erase(at);
@@ -912,6 +1064,7 @@ CUresult cuMemHostRegister_v2(void* memory, size_t bytes, unsigned flags) {
   }
   if (!IsWritable(address, bytes)) return CUDA_ERROR_INVALID_VALUE;
   call.fake.host[address] = {bytes, true};
+  call.fake.time.Spend(&host, call.fake.time.OfLocking("host_register", bytes), "cuMemHostRegister");
   return CUDA_SUCCESS;
 }
 
@@ -920,6 +1073,7 @@ CUresult cuMemHostUnregister(void* memory) {
   const auto address = reinterpret_cast<uint64_t>(memory);
   const auto at = call.fake.host.find(address);
   if (at == call.fake.host.end() || !at->second.registered) return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  WaitsForDevice(&call, "cuMemHostUnregister");
   call.MustNotBeUsed("cuMemHostUnregister", {address, address + at->second.bytes});
   call.fake.host.erase(at);
   return CUDA_SUCCESS;
@@ -931,15 +1085,17 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CU
   if (bytes == 0) return CUDA_SUCCESS;
   if (!IsUsable(&call.fake, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
   const auto source = reinterpret_cast<uint64_t>(from);
-  if (IsPageLocked(&call.fake, source, bytes)) return call.QueueCopy(stream, to, source, bytes);
+  if (IsPageLocked(&call.fake, source, bytes)) return call.QueueCopy(stream, to, source, bytes, virtual_time::kIn);
   if (IsPartlyPageLocked(&call.fake, source, bytes)) return CUDA_ERROR_INVALID_VALUE;
   // Pageable memory is read before the call returns.
   call.fake.calls["pageable bytes"] += bytes;
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   auto staged = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
-  call.Queue(
-      stream,
-      {nullptr, nullptr, [=] { memcpy(reinterpret_cast<void*>(to), staged->data(), bytes); }, {{to, to + bytes}}});
+  const virtual_time::Cost cost = call.fake.time.OfPageable(virtual_time::kIn, bytes);
+  call.fake.time.Spend(&host, cost.seconds, "pageable copy");
+  call.Queue(stream, {.run = [=] { memcpy(reinterpret_cast<void*>(to), staged->data(), bytes); },
+                      .uses = {{to, to + bytes}},
+                      .cost = cost});
   return CUDA_SUCCESS;
 }
 
@@ -949,15 +1105,16 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream
   if (bytes == 0) return CUDA_SUCCESS;
   if (!IsUsable(&call.fake, from, bytes)) return CUDA_ERROR_INVALID_VALUE;
   const auto target = reinterpret_cast<uint64_t>(to);
-  if (IsPageLocked(&call.fake, target, bytes)) return call.QueueCopy(stream, target, from, bytes);
+  if (IsPageLocked(&call.fake, target, bytes)) return call.QueueCopy(stream, target, from, bytes, virtual_time::kOut);
   if (IsPartlyPageLocked(&call.fake, target, bytes)) return CUDA_ERROR_INVALID_VALUE;
   // Pageable memory has been written when the call returns.
   call.fake.calls["pageable bytes"] += bytes;
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   if (call.RefusedByCapture(stream)) return call.error;
-  call.Queue(stream,
-             {nullptr, nullptr, [=] { memcpy(to, reinterpret_cast<void*>(from), bytes); }, {{from, from + bytes}}});
-  SettleStream(&call.fake, stream, &call.hold);
+  call.Queue(stream, {.run = [=] { memcpy(to, reinterpret_cast<void*>(from), bytes); },
+                      .uses = {{from, from + bytes}},
+                      .cost = call.fake.time.OfPageable(virtual_time::kOut, bytes)});
+  SettleStream(&call.fake, stream, &call.hold, "pageable copy");
   return CUDA_SUCCESS;
 }
 
@@ -966,7 +1123,7 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CU
   STREAM(stream, handle);
   if (bytes == 0) return CUDA_SUCCESS;
   if (!IsUsable(&call.fake, from, bytes) || !IsUsable(&call.fake, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
-  return call.QueueCopy(stream, to, from, bytes);
+  return call.QueueCopy(stream, to, from, bytes, virtual_time::kCompute);
 }
 
 // Either side may be memory of a device or of the host.
@@ -1000,9 +1157,14 @@ CUresult cuStreamDestroy_v2(CUstream handle) {
   BEGIN("cuStreamDestroy");
   if (handle == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   STREAM(stream, handle);
-  stream->destroyed = true;  // what is queued still runs
+  stream->destroyed = true;  // queued work still runs
   ForgetDestroyed(&call.fake);
   return CUDA_SUCCESS;
+}
+
+// Work may have run in the name of a thread whose clock is ahead of the program's.
+static bool HasPassed(Fake* fake, const Mark& mark) {
+  return mark.passed && (fake->mode != kTimed || mark.at <= fake->time.Now(host));
 }
 
 CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned flags) {
@@ -1011,8 +1173,8 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned flags
   EVENT(event, event_handle);
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
   if (call.RefusedByCapture(stream)) return call.error;
-  if (event->mark == nullptr || event->mark->passed || event->mark->stream == stream) return CUDA_SUCCESS;
-  call.Queue(stream, {event->mark, nullptr, nullptr, {}});
+  if (event->mark == nullptr || HasPassed(&call.fake, *event->mark) || event->mark->stream == stream) return CUDA_SUCCESS;
+  call.Queue(stream, {.wait = event->mark});
   return CUDA_SUCCESS;
 }
 
@@ -1020,7 +1182,7 @@ CUresult cuStreamSynchronize(CUstream handle) {
   BEGIN("cuStreamSynchronize");
   STREAM(stream, handle);
   if (call.RefusedByCapture(stream)) return call.error;
-  SettleStream(&call.fake, stream, &call.hold);
+  SettleStream(&call.fake, stream, &call.hold, "cuStreamSynchronize");
   return CUDA_SUCCESS;
 }
 
@@ -1029,7 +1191,8 @@ CUresult cuStreamQuery(CUstream handle) {
   STREAM(stream, handle);
   if (call.RefusedByCapture(stream)) return call.error;
   Runnable(stream);
-  return stream->done == stream->queued ? CUDA_SUCCESS : NotReady(&call.fake, stream, &call.hold);
+  const bool over = stream->done == stream->queued;
+  return over && stream->done_at <= call.fake.time.Now(host) ? CUDA_SUCCESS : NotReady(&call.fake, stream, &call.hold);
 }
 
 CUresult cuStreamIsCapturing(CUstream handle, int* status) {
@@ -1091,14 +1254,15 @@ CUresult cuEventRecord(CUevent event_handle, CUstream handle) {
   if (call.RefusedByCapture(stream)) return call.error;
   event->mark = std::make_shared<Mark>();
   event->mark->stream = stream;
-  call.Queue(stream, {nullptr, event->mark, nullptr, {}});
+  if (event->timing) call.fake.time.Spend(&host, call.fake.time.Figure("timed_record"), "cuEventRecord");
+  call.Queue(stream, {.pass = event->mark});
   return CUDA_SUCCESS;
 }
 
 CUresult cuEventQuery(CUevent event_handle) {
   BEGIN("cuEventQuery");
   EVENT(event, event_handle);
-  if (event->mark == nullptr || event->mark->passed) return CUDA_SUCCESS;
+  if (event->mark == nullptr || HasPassed(&call.fake, *event->mark)) return CUDA_SUCCESS;
   return NotReady(&call.fake, event->mark->stream, &call.hold);
 }
 
@@ -1106,7 +1270,9 @@ CUresult cuEventSynchronize(CUevent event_handle) {
   BEGIN("cuEventSynchronize");
   EVENT(event, event_handle);
   const MarkRef mark = event->mark;
-  if (mark != nullptr) RunUntil(&call.fake, mark->stream, &call.hold, [&] { return mark->passed; });
+  if (mark == nullptr) return CUDA_SUCCESS;
+  RunUntil(&call.fake, mark->stream, &call.hold, [&] { return mark->passed; });
+  if (call.fake.mode == kTimed) call.fake.time.Reach(&host, mark->at, "cuEventSynchronize");
   return CUDA_SUCCESS;
 }
 
@@ -1119,6 +1285,7 @@ CUresult cuEventElapsedTime(float* milliseconds, CUevent start_handle, CUevent e
   }
   if (!start->mark->passed || !end->mark->passed) return CUDA_ERROR_NOT_READY;
   *milliseconds = std::chrono::duration<float, std::milli>(end->mark->when - start->mark->when).count();
+  if (call.fake.mode == kTimed) *milliseconds = static_cast<float>(1e3 * (end->mark->at - start->mark->at));
   return CUDA_SUCCESS;
 }
 
@@ -1133,14 +1300,21 @@ CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* user) {
   BEGIN("cuLaunchHostFunc");
   STREAM(stream, handle);
   if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  call.Queue(stream, {nullptr, nullptr, [=] { function(user); }, {}});
+  host.program = true;  // a thread that launches
+  const virtual_time::Cost cost = next_work.value_or(call.fake.time.OfKernel(0));
+  next_work.reset();
+  if (cost.engine != virtual_time::kNone) {
+    call.fake.time.Spend(&host, call.fake.time.Figure("launch"), "launch");
+    call.fake.time.Spend(&host, cost.host_seconds, "op");
+  }
+  call.Queue(stream, {.run = [=] { function(user); }, .cost = cost});
   return CUDA_SUCCESS;
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------
 
-// The kernels of the core by name, whatever the image says: what each thread of a launch does is the function that the
-// device's kernel calls, from the same source.
+// The kernels of the core by name, regardless of the image: each thread of a launch runs the function that the device's
+// kernel calls, from the same source.
 }  // extern "C"
 
 namespace {
@@ -1149,6 +1323,12 @@ struct Launched {
   std::function<void()> run;
   std::vector<Range> uses;
 };
+
+uint64_t BytesOf(const std::vector<Range>& uses) {
+  uint64_t bytes = 0;
+  for (const Range& range : uses) bytes += range.end - range.begin;
+  return bytes;
+}
 
 template <typename T>
 T Argument(void** arguments, int number) {
@@ -1241,13 +1421,15 @@ CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned blocks_y,
     return CUDA_ERROR_INVALID_VALUE;
   Launched launched =
       reinterpret_cast<Kernel*>(function)->launched(arguments, uint64_t{blocks} * uint64_t{threads});
-  call.Queue(stream, {nullptr, nullptr, std::move(launched.run), std::move(launched.uses)});
+  const virtual_time::Cost cost = call.fake.time.OfKernel(BytesOf(launched.uses), reinterpret_cast<Kernel*>(function)->name);
+  if (call.fake.hollow) launched.run = [] {};
+  call.Queue(stream, {.run = std::move(launched.run), .uses = std::move(launched.uses), .cost = cost});
   return CUDA_SUCCESS;
 }
 
 // ---- for tests ---------------------------------------------------------------------------------------------------
 
-// Runs what is queued, takes everything back (handles and addresses from before are invalid), forgets counts and
+// Runs queued work, takes everything back (handles and addresses from before are invalid), forgets counts and
 // faults.
 void fake_reset(uint64_t seed, int mode) {
   Fake& fake = Get();
@@ -1327,7 +1509,7 @@ uint64_t fake_call_count(const char* name) {
   return at != fake.calls.end() ? at->second : 0;
 }
 
-void fake_set_memory(uint64_t bytes) {  // of each device; what is in use stays
+void fake_set_memory(uint64_t bytes) {  // of each device; memory in use stays
   Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.memory_bytes = bytes;
@@ -1354,20 +1536,19 @@ void fake_set_capturing(CUstream handle, int on) {
   stream->capture = on != 0 ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-// Queues what was captured on `captured` on `stream`.
+// Queues the work that was captured on `captured` on the stream `handle`.
 void fake_replay(CUstream captured, CUstream handle) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
   Stream* from = captured != nullptr ? static_cast<Stream*>(captured) : fake.devices[0].legacy;
   Stream* stream = handle != nullptr ? static_cast<Stream*>(handle) : fake.devices[0].legacy;
   for (const Task& task : from->captured) {
-    stream->tasks.push_back(task);
-    ++stream->queued;
+    Push(&fake, stream, task);
   }
   TimePasses(&fake, &hold);
 }
 
-// The same of what was captured last, once and for all: later captures on the stream are others. A number for fake_launch.
+// Keeps the work captured last on the stream; later captures do not change it. Returns a number for fake_launch.
 int fake_keep_graph(CUstream captured) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1382,8 +1563,7 @@ void fake_launch(int graph, CUstream handle) {
   Hold hold(fake.mutex);
   Stream* stream = handle != nullptr ? static_cast<Stream*>(handle) : fake.devices[0].legacy;
   for (const Task& task : fake.graphs.at(static_cast<size_t>(graph))) {
-    stream->tasks.push_back(task);
-    ++stream->queued;
+    Push(&fake, stream, task);
   }
   TimePasses(&fake, &hold);
 }
@@ -1408,8 +1588,77 @@ uint64_t fake_capture_violations() {
   return fake.capture_violations;
 }
 
-// How many there are now: memory, bytes (of devices), handles, maps, reservations, host (page-locked ranges), host
-// bytes, streams, events, work; NULL: all but work and what counts bytes.
+// A figure of virtual time (virtual_time.h names them), in seconds, bytes and operations, and per second of these.
+void fake_set_figure(const char* name, double value) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.time.figures[name] = value;
+}
+
+double fake_figure(const char* name) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  return fake.time.Figure(name);
+}
+
+void fake_set_hollow(int on) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.hollow = on != 0;
+}
+
+// Describes the next host function that this thread launches: its engine (virtual_time::Engine), its seconds there and
+// of the host, and the bytes that it works on.
+void fake_next_work(int engine, double seconds, double host_seconds, uint64_t bytes, const char* label) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  next_work = {static_cast<virtual_time::Engine>(engine), seconds, host_seconds, bytes, fake.time.Label(label)};
+}
+
+// Seconds, of the calling thread.
+double fake_now() {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  return fake.time.Now(host);
+}
+
+// Nanoseconds of the program's clock, without a lock.
+uint64_t fake_nanoseconds() { return Get().time.published.load(std::memory_order_relaxed); }
+
+// 1: records all work from now on, and forgets earlier records.
+void fake_trace(int on) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.time.tracing = on != 0;
+  if (on != 0) fake.time.rows.clear();
+}
+
+uint64_t fake_trace_rows() {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  return fake.time.rows.size();
+}
+
+// Rows of eight: engine, label, begin, end, issued, bound, label of the work that was waited for, bytes.
+void fake_trace_read(double* out) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  for (const virtual_time::Row& row : fake.time.rows) {
+    for (const double value : {double(row.engine), double(row.label), row.begin, row.end, row.issued, double(row.bound),
+                               double(row.waited_for), double(row.bytes)}) {
+      *out++ = value;
+    }
+  }
+}
+
+const char* fake_trace_label(int label) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  return fake.time.labels.at(static_cast<size_t>(label)).c_str();
+}
+
+// The present number of one kind: memory, bytes (of devices), handles, maps, reservations, host (page-locked ranges),
+// host bytes, streams, events, work; NULL: all but work and the kinds that count bytes.
 uint64_t fake_outstanding(const char* what) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1450,7 +1699,9 @@ static CUresult Launch(const char* name, CUstream handle, std::function<void()> 
   if (call.error != 0) return call.error;
   Stream* stream = call.Find(handle);
   if (stream == nullptr) return call.error;
-  call.Queue(stream, {nullptr, nullptr, std::move(run), std::move(uses)});
+  host.program = true;
+  const virtual_time::Cost cost = call.fake.time.OfKernel(BytesOf(uses), name);
+  call.Queue(stream, {.run = std::move(run), .uses = std::move(uses), .cost = cost});
   return CUDA_SUCCESS;
 }
 

@@ -1,4 +1,4 @@
-"""A device's memory in stream order, on the double of libcuda: who waits for whom, who need not, and the budget."""
+"""A device's memory in stream order, on the double of libcuda: necessary and unnecessary waits, and the budget."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def waits(device: Device) -> int:
     return device.stats.waits
 
 
-# ---- who waits -------------------------------------------------------------------------------------------------------
+# ---- waits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", [MAPPED, PLAIN])
@@ -240,7 +240,7 @@ def test_new_pages_are_nobodys(open_device: OpenDevice, driver: FakeDriver) -> N
     driver.fill(one, first, 4 * MIB, 1)
     device.free(first)
     again = device.alloc(4 * MIB, one)
-    assert device.alloc(8 * MIB, other) is not None  # the untouched end has been coalesced with what was freed
+    assert device.alloc(8 * MIB, other) is not None  # the untouched end has been coalesced with freed memory
     assert waits(device) == 0
     device.free(again)
     device.free(again + 4 * MIB)
@@ -295,7 +295,7 @@ def test_more_streams_than_there_are_bits(open_device: OpenDevice, driver: FakeD
         driver.check(stream, block, 2 * MIB, 1, wrong)
     for block in blocks:
         device.free(block)
-    # The last ones share a bit: what one of them touched, all others of them count as having touched.
+    # The last ones share a bit: a block that one of them touched counts as touched by all of them.
     for stream in (streams[69], streams[0]):
         address = device.alloc(140 * MIB, stream)
         assert address == blocks[0]
@@ -307,7 +307,7 @@ def test_more_streams_than_there_are_bits(open_device: OpenDevice, driver: FakeD
 
 
 def test_more_sets_than_there_are_ids(open_device: OpenDevice, driver: FakeDriver) -> None:
-    """What has no id of its own counts as touched by everything: the CPU waits, and then all is as before."""
+    """A set without an id of its own counts as touched by everything: the CPU waits, and then all is as before."""
     device = open_device(budget=64 * MIB)
     device.checks = False
     home, *others = (driver.stream() for _ in range(18))
@@ -353,23 +353,21 @@ def test_without_any_one_wait_they_do_not(fake_driver_path, name: str) -> None:
     for mode in (LATE, RANDOM):
         arguments = [str(fake_driver_path), str(mode), str(MAPPED), name, "30"]
         done = subprocess.run([*command, *arguments], cwd=build.ROOT, capture_output=True, text=True)
-        if done.returncode in (1, -6, -11):  # wrong bytes, abort(), an access to what is unmapped
+        if done.returncode in (1, -6, -11):  # wrong bytes, abort(), an access to unmapped memory
             return
         assert done.returncode == 0, done.stderr
     pytest.fail(f"no seed notices that {name} is missing")
 
 
 def test_the_list_of_names_is_complete() -> None:
-    sources = [
-        build.CORE / name for name in ("device.cpp", "device_lent.cpp", "device_pages.cpp", "heap.cpp", "arena.cpp")
-    ]
+    sources = [build.CORE / f"{name}.cpp" for name in "device device_lent device_marks device_pages heap arena".split()]
     found = {text.split('"')[1] for path in sources for text in path.read_text().split("Order<")[1:]}
     assert found == {*NAMES, LENT, OF_COPIES}
 
 
 def test_no_wait_passes_by_the_names() -> None:
     """Calls that order work stand in an Order, or in the helpers that are called in one; each has its reason."""
-    source = (build.CORE / "device.cpp").read_text() + (build.CORE / "device_lent.cpp").read_text()
+    source = "".join((build.CORE / name).read_text() for name in ("device.cpp", "device_marks.cpp", "device_lent.cpp"))
     ordering = r"StreamWaitEvent|StreamSynchronize|EventSynchronize|EventRecord|CtxSynchronize"
     direct = [line.strip() for line in source.splitlines() if re.search(ordering, line) and "Order<" not in line]
     assert direct == [
@@ -429,7 +427,7 @@ def test_what_the_driver_gave_obeys_the_budget(device_core, loaded_driver, seed:
     device.trim()
     assert driver.outstanding(b"bytes") == 0
     whole = device.alloc(budget_pages * page, streams[0])
-    assert whole is not None  # whatever came before: the whole budget in one piece, by remap
+    assert whole is not None  # after any sequence of calls: the whole budget in one piece, by remap
     assert driver.outstanding(b"bytes") == budget_pages * page
     device.free(whole)
     assert device.close() == 0
@@ -586,7 +584,7 @@ def test_plain_memory_is_one_piece_of_the_budget(open_device: OpenDevice, driver
 def test_two_devices_keep_apart(open_device: OpenDevice, driver: FakeDriver) -> None:
     first, second = open_device(budget=16 * MIB), open_device(ordinal=1, budget=16 * MIB)
     assert first.core.mm_device_ordinal(second.handle) == 1
-    # The default stream is that of each device, whatever the thread's context is.
+    # The default stream is that of each device, regardless of the thread's context.
     a, b = first.alloc(4 * MIB), second.alloc(4 * MIB)
     assert a is not None and b is not None
     context, now = c.c_void_p(), c.c_void_p()

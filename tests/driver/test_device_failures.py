@@ -12,7 +12,7 @@ from .test_device import OpenDevice, device_core, open_device
 
 __all__ = ["device_core", "open_device"]  # fixtures
 
-# Not cuMemRelease: a handle that the driver does not take back is lost, whatever we do.
+# cuMemRelease is not listed: a handle that the driver does not take back is lost in any case.
 CALLS = (
     "cuCtxGetCurrent cuCtxSynchronize cuEventCreate cuEventRecord cuMemCreate cuMemMap cuMemSetAccess cuMemUnmap cuStreamIsCapturing cuStreamQuery cuStreamSynchronize cuStreamWaitEvent"
     " cuThreadExchangeStreamCaptureMode"
@@ -20,7 +20,7 @@ CALLS = (
 
 
 def scenario(driver: FakeDriver, device: Device, streams: list[int]) -> None:
-    """Allocations, waits, remaps and trims; whatever is refused, what was handed out is free again at the end."""
+    """Allocations, waits, remaps and trims. After any refusal, all memory that was handed out is free again at the end."""
     live: list[int] = []
     for round_ in range(3):
         for index, stream in enumerate(streams):
@@ -173,7 +173,7 @@ def test_a_refused_map_changes_nothing(open_device: OpenDevice, driver: FakeDriv
     driver.fail_next(b"cuMemMap", 3, OUT_OF_MEMORY)
     before = device.stats.maps
     address = device.alloc(20 * MIB)
-    assert address is not None  # what was mapped before the refusal went back, and the second try found all
+    assert address is not None  # pages mapped before the refusal went back, and the second try found all
     assert device.stats.maps == before + 3 + 9
     device.free(address)
     assert device.stats.driver_errors == 0  # no memory is no error

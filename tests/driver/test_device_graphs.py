@@ -13,7 +13,7 @@ from .test_device import OpenDevice, calls, device_core, open_device, waits
 
 __all__ = ["device_core", "open_device"]  # fixtures
 
-# What a capture forbids or turns into something else.
+# Calls that a capture forbids or turns into something else.
 ORDERING = ("cuEventRecord", "cuStreamWaitEvent", "cuStreamSynchronize", "cuCtxSynchronize", "cuStreamQuery")
 
 
@@ -51,7 +51,7 @@ def test_a_capture_takes_new_memory_rather_than_wait(open_device: OpenDevice, dr
     between = driver.stream()
     stream, _ = begin(driver, device, 4)
     driver.set_capturing(stream, 0)
-    fence = device.alloc(8 * MIB, between)  # what is freed above it is not coalesced with the other stream's runs
+    fence = device.alloc(8 * MIB, between)  # memory freed above it is not coalesced with the other stream's runs
     apart = device.alloc(2 * MIB, between)
     driver.fill(between, fence, 8 * MIB, 1)
     device.free(fence)
@@ -104,7 +104,7 @@ def test_pages_are_mapped_in_relaxed_mode(open_device: OpenDevice, driver: FakeD
 
 
 def test_others_do_not_wait_for_a_stream_in_capture(open_device: OpenDevice, driver: FakeDriver) -> None:
-    """Its tail cannot be recorded: what it touched is left alone, and pages that it touched stay where they are."""
+    """Its tail cannot be recorded: blocks that it touched are left alone, and pages that it touched stay where they are."""
     device = open_device(budget=16 * MIB)
     stream, other = driver.stream(), driver.stream()
     touched = device.alloc(8 * MIB, stream)

@@ -55,7 +55,7 @@ def test_only_an_event_orders_two_streams(driver: FakeDriver, mode: int, ordered
         driver("cuEventRecord", event, a)
         if ordered:
             driver("cuStreamWaitEvent", b, event, 0)
-        driver("cuEventDestroy_v2", event)  # who waits for it still does
+        driver("cuEventDestroy_v2", event)  # a stream that waits for it still does
         driver.check(b, memory, SIZE, 3, wrong)
         driver("cuStreamSynchronize", b)
         wrong_once = wrong_once or wrong.value > 0

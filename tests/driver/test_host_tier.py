@@ -274,7 +274,7 @@ def test_opening_and_closing_leave_nothing_behind(core, driver: FakeDriver) -> N
 
 
 def test_reads_do_not_hold_up_memory_that_was_used(core, driver: FakeDriver) -> None:
-    """Who reuses a reloaded block waits for that block's copy at most, not for all reads that were queued after it."""
+    """A reuse of a reloaded block waits for that block's copy at most, not for all reads that were queued after it."""
     bench = Bench(core, driver, LATE)
     tier, size = bench.tier, 2048
     slots = []
@@ -390,7 +390,7 @@ def test_random_programs(core, driver: FakeDriver, mode: int) -> None:
     for seed in range(40):
         workload = run_seed(core, driver, seed, mode)
         checks, no_room, reads = checks + workload.checks, no_room + workload.no_room, reads + workload.reads
-    assert checks > 1000 and no_room > 100 and reads > 500  # the programs do what they are for
+    assert checks > 1000 and no_room > 100 and reads > 500  # the programs reach all three often
 
 
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -153,7 +153,7 @@ def kernels(request: pytest.FixtureRequest, library: c.CDLL) -> Iterator[Kernels
         yield request.getfixturevalue("on_double")(mode)
 
 
-# ---- what they compute -------------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------------------
 
 
 def test_sums_of_any_size_and_start(kernels: Kernels) -> None:

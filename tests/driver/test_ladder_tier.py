@@ -77,7 +77,7 @@ def test_what_was_written_last_is_still_in_memory(core, driver: FakeDriver, tmp_
 
 
 def test_both_full(core, driver: FakeDriver, tmp_path: Path) -> None:
-    """What is below comes back without room on the way, and nothing more goes down."""
+    """A slot in the file comes back without room on the way, and nothing more goes down."""
     bench = Ladder(core, driver, LATE, tmp_path, below=16 * KIB)
     slots = []
     while (slot := bench.away(len(slots), size=2048)) >= 0:
@@ -112,7 +112,7 @@ def test_a_disk_that_fails(core, driver: FakeDriver, tmp_path: Path) -> None:
     more = [bench.away(7 + n) for n in range(9)]
     good = [slot for slot in more if slot >= 0]
     assert good and bench.tier.stats.errors > 0
-    for value, slot in enumerate([*slots, *good]):  # what could not go down stayed in memory
+    for value, slot in enumerate([*slots, *good]):  # slots that could not go down stayed in memory
         bench.back(slot, value)
     bench.close()
 

@@ -24,7 +24,7 @@ MODES = [PROMPT, RANDOM, LATE, THREADED]
 
 
 def settled(what: Callable[[], object], seconds: float = 20) -> object:
-    """What the function answers once it has answered the same for 0.1 s."""
+    """Returns the function's value once it has been the same for 0.1 s, at the latest after `seconds`."""
     until, last, since = time.monotonic() + seconds, what(), time.monotonic()
     while time.monotonic() < until and time.monotonic() - since < 0.1:
         time.sleep(0.005)
@@ -45,7 +45,7 @@ class Tier(Bench):
         super().__init__(library, driver, mode, capacity)
 
     def park(self, size: int, value: int) -> int:
-        """A block's bytes are written and the block is freed: the slot, or what the tier said."""
+        """Writes a block's bytes and frees the block. Returns the slot, or the tier's error."""
         block = self.filled(size, value)
         slot = self.tier.write_now(block, size)
         self.device.free(block)
@@ -74,7 +74,7 @@ def test_opening_locks_little_of_twenty_gigabytes(core, driver: FakeDriver) -> N
     bench = Tier(core, driver, capacity=20 * GIB)
     assert bench.tier.stats.capacity_bytes == 20 * GIB
     assert 64 * MIB <= driver.outstanding(b"host bytes") <= 64 * MIB + GIB
-    bench.close()  # what is being locked is given up
+    bench.close()  # a piece that is being locked is given up
     assert settled(threads) == before
 
 
@@ -127,7 +127,7 @@ def test_a_piece_that_cannot_be_locked_ends_the_growth(small, driver: FakeDriver
 
 
 def test_what_the_slab_cannot_hold_goes_to_the_file(small, driver: FakeDriver, tmp_path: Path) -> None:
-    """The ladder counts with what is locked, not with what was asked for."""
+    """The ladder counts with the locked bytes, not with the bytes that were asked for."""
     bench = Tier(small, driver, capacity=8 * KIB)
     driver.fail_next(b"cuMemHostRegister", 1, OUT_OF_MEMORY)
     tier = HostTier(bench.device, 20 * MIB, tmp_path, 20 * MIB)
@@ -270,7 +270,7 @@ def test_a_fork_while_memory_is_locked(core, driver: FakeDriver) -> None:
             os._exit(0 if good and tier.bytes(slot) is None else 1)
         assert os.waitpid(child, 0)[1] == 0
         time.sleep(0.02)
-    assert "dc" in flags_of(tier.bytes(slot))  # a child does not get it: it would copy what is locked
+    assert "dc" in flags_of(tier.bytes(slot))  # a child does not get it: it would copy the locked memory
     assert bench.park(MIB, 2) >= 0  # the thread goes on here
     assert tier.stats.capacity_bytes == 300 * MIB
     bench.close()
@@ -300,7 +300,7 @@ def test_closing_while_memory_is_locked(core, driver: FakeDriver) -> None:
         time.sleep(delay)
         tier.close()
         assert driver.outstanding(b"host") == 1  # the bench's
-    assert driver.call_count(b"cuMemHostRegister") == calls + len(delays)  # what was being touched is given up
+    assert driver.call_count(b"cuMemHostRegister") == calls + len(delays)  # pieces that were being touched are given up
     core.mm_test_lock_pieces(0, 0, 1)
     bench.close()
     driver.reset(0, PROMPT)

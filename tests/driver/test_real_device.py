@@ -1,4 +1,4 @@
-"""The same device and tier on a real GPU, and on the double: only what both can do, through the C ABI."""
+"""The same device and tier on a real GPU, and on the double: only calls that both support, through the C ABI."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_random_rounds(make_device) -> None:
 
 @pytest.mark.gpu
 def test_copies_are_asynchronous(core) -> None:
-    """The CPU returns from write and read while the GPU is still busy with what is in front."""
+    """The CPU returns from write and read while the GPU is still busy with earlier work."""
     size = 256 * MIB
     device = AnyDevice(core, None, size)
     big = [device.alloc(size), device.alloc(size)]

@@ -20,14 +20,14 @@ SOURCE = (build.CORE / "host_tier.cpp").read_text()
 NAMES = re.findall(r'\bOrder<"([^"]+)">', SOURCE)
 SEEDS = range(100)
 
-# What orders work, or waits for it.
+# Calls that order work, or wait for it.
 ORDERING = r"StreamWaitEvent|StreamSynchronize|EventSynchronize|CtxSynchronize|WaitForTouched|WaitForTail|->Touch"
 
 
 @pytest.mark.parametrize("name", [*NAMES, OF_COPIES])
 def test_leaving_it_out_is_noticed(core, driver: FakeDriver, name: str, tmp_path: Path) -> None:
     """At least one seed fails without it, by its bytes, and the same seed passes with it."""
-    # Only what lies between the slab and a file calls these.
+    # Only the code between the slab and a file calls these.
     ladder: dict[str, Any] = {"folder": tmp_path, "slab": 4096, "below": 12 << 10}
     tier = ladder if name.startswith(("reserve.", "fill.")) else {}
     for seed in SEEDS:
@@ -64,7 +64,7 @@ def test_no_wait_passes_by_the_names() -> None:
 
 
 def test_a_device_that_is_always_idle_needs_none(core, driver: FakeDriver) -> None:
-    """What fails above is order alone: with nothing late, leaving out any wait changes nothing."""
+    """The failures above are of order alone: with nothing late, leaving out any wait changes nothing."""
     for name in NAMES:
         for seed in range(3):
             run_seed(core, driver, seed, PROMPT, omit=name)
@@ -96,7 +96,7 @@ class Scene:
         self.core.mm_device_mark(self.device.handle, self.stream)
 
     def run(self) -> None:
-        """The stream's work, and what it waits for."""
+        """Runs the stream's work and the work that it waits for."""
         self.driver("cuStreamSynchronize", self.stream)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def test_the_next_owner_waits_for_the_copy_and_not_for_later_ones(scene: Scene) 
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_copy_waits_for_the_last_use_and_not_for_later_work(scene: Scene, noted: bool) -> None:
-    """A was last used before a mark; what the program queues behind it need not run for A's copy."""
+    """A was last used before a mark; work that the program queues behind it need not run for A's copy."""
     cold = scene.filled(1)
     used = scene.clock()
     scene.mark()

@@ -1,4 +1,4 @@
-"""What the tests of the host tier use of ``memmgr/device.h``, by ctypes."""
+"""The part of ``memmgr/device.h`` that the tests of the host tier use, by ctypes."""
 
 from __future__ import annotations
 

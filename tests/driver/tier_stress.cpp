@@ -1,4 +1,4 @@
-// Several threads on one host tier over the double of libcuda, for the sanitizers: what Python's tests cannot see.
+// Several threads on one host tier over the double of libcuda, for the sanitizers: Python's tests cannot see races.
 // tier_stress <double> <seconds>
 #include <errno.h>
 #include <stdio.h>
@@ -107,7 +107,7 @@ void Train(Shared* shared, int seed) {
   Expect(shared->driver->StreamSynchronize(stream) == CUDA_SUCCESS, "work failed");
 }
 
-// What the daemon does: looks at slots that others own, and that may be gone.
+// Looks at slots that other threads own and may have freed, as the daemon does.
 void Watch(Shared* shared) {
   while (!shared->stop) {
     mm_tier_stats stats;

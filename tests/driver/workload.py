@@ -29,7 +29,7 @@ class WrongBytes(AssertionError):
 
 @dataclass(eq=False)
 class Cell:
-    """One version of some bytes; device side, host side and what they must be."""
+    """One version of some bytes: device side, host side and the expected value."""
 
     size: int
     value: int
@@ -38,7 +38,7 @@ class Cell:
     ready: int | None = None  # an event behind the program's last write to the block; None: the tier filled it
     behind: set[int] = field(default_factory=set)  # streams that have waited for the block's bytes
     slot: int | None = None
-    used: int = 0  # what the clock said after the last op on the block
+    used: int = 0  # the clock after the last op on the block
 
 
 class Workload:
@@ -47,7 +47,7 @@ class Workload:
     Args:
         library: the core; built with mutations, because a test must look at host bytes without waiting for them.
         omit: the wait that is left out, "" for none.
-        folder: for a file of `below` bytes, to which what lies in the slab goes on.
+        folder: for a file of `below` bytes, to which the slab's contents go on.
         beside: another one, whose device and tier this one uses from a thread of its own.
     """
 
@@ -363,7 +363,7 @@ class Workload:
                 self.compare_host(cell, self.host_address(cell), "poll")
 
     def overtake(self) -> None:
-        """A burst at the slab's limit: what was just reloaded gives its room to what is offloaded next."""
+        """A burst at the slab's limit: slots that were just reloaded give their room to the next offloads."""
         for cell in self.pick(2, lambda x: x.block is None):
             self.reload(cell, self.streams[0])
             if cell.slot is not None:
@@ -387,7 +387,7 @@ class Workload:
         self.check_sums()
 
     def close(self) -> None:
-        """With work under way. What has come back to the device is good beyond the end of the tier."""
+        """Closes with work under way. A block that was reloaded to the device is good beyond the end of the tier."""
         self.bring_all()
         stats = self.tier.stats
         self.traffic = (stats.written_bytes, stats.read_bytes, stats.queued_write_bytes, stats.queued_read_bytes)
@@ -447,7 +447,7 @@ class Workload:
 
 
 def pattern(value: int, size: int) -> bytes:
-    """What the double's fill writes."""
+    """The bytes that the double's fill writes."""
     return bytes((value + 7 * i) % 256 for i in range(size))
 
 

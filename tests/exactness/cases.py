@@ -401,7 +401,7 @@ for _name, (_build, _batch, _optimizer) in HF.items():
 
 MID: dict[str, CaseFunction] = {}
 """A million parameters and more: kernels take their blocked paths, and where there are two threads their parallel ones,
-whatever OMP_NUM_THREADS says. (All with two would take minutes on a machine that has other things to do.)"""
+for every OMP_NUM_THREADS. (All with two would take minutes on a machine that has other things to do.)"""
 
 
 def _mid(
@@ -705,7 +705,9 @@ def tree_lstm(seed: int, scope: Scope) -> Record:
 
 @case()
 def variable_shapes(seed: int, scope: Scope) -> Record:
-    """Lengths alternate and now and then surprise: plans are per signature and the dynamic policies finish what deviates."""
+    """Lengths alternate and sometimes surprise: plans are per signature, and the dynamic policies finish deviating
+    passes.
+    """
     lengths = (12, 24, 12, 24, 12, 31, 12, 24)
     return train(_gpt2(), [_lm(6, n) for n in lengths], _hf_loss, scope)
 
@@ -1135,7 +1137,7 @@ def _behind_the_dispatcher(write: Callable[[torch.Tensor], None]) -> CaseFunctio
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.a(x).tanh()
-            s = h * h  # saved before the write: unmanaged, the backward sees what was written
+            s = h * h  # saved before the write: unmanaged, the backward sees the written values
             t = h.detach().exp()
             write(t)
             u = self.a(x) * t  # saved after it

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _frozen_heap() -> None:
-    """Each run collects garbage first; what the imports made is no garbage and need not be walked 500 times."""
+    """Each run collects garbage first; objects made by the imports are no garbage and need not be walked 500 times."""
     import torch._dynamo  # noqa: F401
     import transformers  # noqa: F401
 

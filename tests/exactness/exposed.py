@@ -15,7 +15,7 @@ from .harness import CaseFunction
 from .test_hostile import WIDTH, Hole, _drive
 
 HOLES: dict[str, CaseFunction] = {}
-LARGE = 320  # a square of so many floats is larger than what a recipe copies (256 KiB)
+LARGE = 320  # a square of so many floats is larger than the limit of copies in a recipe (256 KiB)
 
 
 def hole(f: Hole) -> Hole:
@@ -28,7 +28,7 @@ def _floats(pointer: int, count: int) -> Any:
 
 
 def _use(w: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-    """Saves only what is made from `x`, so that a replay has to read it."""
+    """Saves only tensors made from `x`, so that a replay has to read it."""
     return ((w + x).exp() * (w * 2 + x).sigmoid()).sum()
 
 
@@ -93,7 +93,7 @@ def pointer_to_a_storage_that_was_not_known(step: int, w: nn.Parameter, s: Simpl
 
 @hole
 def array_rewritten_while_only_the_graph_has_its_tensor(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
-    """No copy of foreign memory is any good: backward reads what the array holds by then."""
+    """A copy of foreign memory would be wrong: backward reads the array's contents at that time."""
     if step == 0:
         s.arrays = [np.zeros((WIDTH, WIDTH), dtype=np.float32)]
     s.arrays[0][:] = np.random.randn(WIDTH, WIDTH).astype(np.float32)
@@ -185,7 +185,7 @@ _dlpack_door("versioned_capsule", lambda x: torch._C._to_dlpack_versioned(x))
 
 @hole
 def large_array_rewritten_before_backward(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
-    """Too large for a copy: no recipe names it, so what is made from it is kept or offloaded."""
+    """Too large for a copy: no recipe names it, so tensors made from it are kept or offloaded."""
     if step == 0:
         s.arrays = [np.zeros((LARGE, LARGE), dtype=np.float32)]
     s.arrays[0][:] = np.random.randn(LARGE, LARGE).astype(np.float32)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 HUGE_BYTES = 8 << 30
-"""A budget that no case of this suite comes near: what is measured under it is what the case needs unmanaged."""
+"""A budget far above every case of this suite: a measurement under it is the case's unmanaged need."""
 
 Scope = Callable[[], Any]
 
@@ -60,7 +60,7 @@ def bits(value: Any) -> Bits:
             return Bits(dtype, shape, b"")
         if flat.dtype == torch.bool:
             flat = flat.view(torch.uint8)
-        # A copy: numpy has the address of what it shows, and what is a parameter would stay from here on.
+        # A copy: numpy has the address of its source, and a parameter would stay in memory from here on.
         return Bits(dtype, shape, flat.view(torch.uint8).clone().numpy().tobytes())
     if isinstance(value, bool | int | str | type(None)):
         return Bits(type(value).__name__, (), repr(value).encode())
@@ -70,7 +70,7 @@ def bits(value: Any) -> Bits:
 
 
 class Record(dict[str, Bits]):
-    """What a run leaves behind: name -> bits, in the order in which it happened."""
+    """The final values of a run: name -> bits, in the order in which they were recorded."""
 
     def put(self, name: str, value: Any) -> None:
         if name in self:
@@ -127,7 +127,7 @@ def _scalar(b: Bits) -> Any:
     return b.data
 
 
-# --- global state (rule 10) -------------------------------------------------------------------------------------------
+# --- global state (rule 13) -------------------------------------------------------------------------------------------
 
 _PATCHABLE = [
     (torch.Tensor, "data_ptr"),
@@ -198,7 +198,7 @@ def _left(key: str, before: Any, after: Any) -> bool:
 
 
 def assert_left_clean(before: dict[str, Any]) -> None:
-    """Rule 10: leaving the context leaves no threads, no files and no changed global."""
+    """Rule 13: leaving the context leaves no threads, no files and no changed global."""
     deadline = time.monotonic() + 1.0
     while True:
         after = global_state()
@@ -231,7 +231,7 @@ def unmanaged(fn: CaseFunction, seed: int = 0) -> Record:
 
 @dataclass
 class Managed:
-    """What a managed run left behind, and what memmgr said about it."""
+    """The record of a managed run, and memmgr's figures."""
 
     record: Record
     stats: dict[str, Any] = field(default_factory=dict)
@@ -246,7 +246,7 @@ def managed(
     place: str = "loop",
     **options: Any,
 ) -> Managed:
-    """Run ``fn`` under a budget; checks rule 10 and the budget itself as it goes."""
+    """Run ``fn`` under a budget; checks rule 13 and the budget itself as it goes."""
     import memmgr
     from memmgr import _budget
 
@@ -288,7 +288,7 @@ def assert_same(want: Record, got: Record, label: str) -> None:
 
 @dataclass
 class Need:
-    """What a case needs: measured once, under a budget that does not bind."""
+    """The need of a case: measured once, under a budget that does not bind."""
 
     reference: Record
     peak_bytes: int
@@ -328,17 +328,17 @@ def need(fn: CaseFunction, seed: int = 0, place: str = "loop") -> Need:
 
 
 def _fitting(fn: CaseFunction, limit: int, policy: str, **options: Any) -> Managed:
-    """The run under the limit, or, where the error says that more is needed, under what it names.
+    """The run under the limit, or, after an error, under the budget that the error names.
 
     Cases here hold fractions of a megabyte, where one generator state or one recomputed chain is a tenth of the floor.
-    How good the named floor is, tests/budget/test_floor.py judges, on models of a size where it can be said.
+    The quality of the named floor is tested in tests/budget/test_floor.py, on larger models.
     """
     for _ in range(20):
         try:
             return managed(fn, limit, policy, **options)
         except torch.OutOfMemoryError as error:
-            # Plain where the op ran under a transform of torch.func, which the mode does not see.
-            # In small steps: far above what works the limit would not bind any more, and nothing would be tested.
+            # Plain if the op ran under a transform of torch.func, which the mode does not see. In small steps: far
+            # above the floor the limit would not bind any more, and the test would be void.
             limit = int(max(getattr(error, "floor_bytes", 0), limit) * 1.03) + 4096
             error.__traceback__ = None
         gc.collect()
@@ -355,8 +355,8 @@ def check(
     """Run a case in one mode (``policy`` or ``policy@percent of the unmanaged peak``) and compare.
 
     Args:
-        moves: the case saves activations that memmgr can let go of, so a run that neither evicted nor offloaded anything
-            under ``torture`` (or below what it needs) tested nothing, and fails.
+        moves: the case saves activations that memmgr can evict, so a run without evictions and offloads under
+            ``torture`` (or below its need) is void, and fails.
         like: a case that leaves the same bits and needs as much, and takes less time.
     """
     plain = like or fn

@@ -186,7 +186,7 @@ def _child_allocates(model: nn.Module, loss: torch.Tensor, record: Record) -> No
 
 
 def _child_writes(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
-    """What a child writes into inherited tensors is its own: the arena is private memory."""
+    """A child's writes into inherited tensors are its own: the arena is private memory."""
 
     def body() -> bytes:
         with torch.no_grad():
@@ -288,7 +288,7 @@ def test_shared_memory_written_by_a_child(mode: str) -> None:
 
 
 def script() -> None:
-    """An unmodified training script with workers; prints a digest of what it trained."""
+    """An unmodified training script with workers; prints a digest of its parameters."""
     torch.manual_seed(0)
     record = _loader(sys.argv[2], sys.argv[2] == "spawn")(0, __import__("contextlib").nullcontext)
     print("DIGEST", hashlib.sha1(repr(sorted(record.items())).encode()).hexdigest())

@@ -1,8 +1,8 @@
 """Issue 2, point 1: DDP, FSDP2 and collectives, gloo on two ranks.
 
 Each case runs in two processes of its own: ``python -m exactness.test_distributed CASE RANK FILE``.  Both ranks run it
-unmanaged, then managed; the last mode manages the ranks *differently*, so that whatever one rank replays the other does not:
-a collective that is run once more then hangs, or adds twice.
+unmanaged, then managed; the last mode manages the ranks *differently*, so that an op that one rank replays is not
+replayed by the other: a collective that is run once more then hangs, or adds twice.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ def main(name: str, rank: int, file: str) -> None:
     dist.destroy_process_group()
 
 
-# Each starts two processes twice over: in `make test` runs what tests/pager/test_distributed.py does not, the rest is slow.
+# Each starts two processes twice over: `make test` runs the cases that tests/pager/test_distributed.py does not, the
+# rest is slow.
 _SLOW = {
     "ddp",
     "fsdp2_reshard",
@@ -265,7 +266,7 @@ def test_same_bits_on_every_rank(name: str, tmp_path: Path) -> None:
 
 
 def check_unmanaged(name: str, rank: int, file: str) -> None:
-    """Whether the case itself is deterministic: for whoever adds one."""
+    """Checks that the case itself is deterministic: for authors of new cases."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=40)

@@ -2,7 +2,7 @@
 
 A *hole* is ``fn(step, w, s) -> loss`` or ``-> (loss, between)``: ``between`` runs after forward and before backward.  It is
 called for nine steps of plain SGD on one parameter; ``s`` keeps state from step to step.  Where a hole can be switched,
-it stays closed for the first four steps (``s.bad`` is false), so that its ops have earned trust (rule 7) before it opens.
+it stays closed for the first four steps (``s.bad`` is false), so that its ops have earned trust (rule 8) before it opens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _x() -> torch.Tensor:
     return torch.randn(WIDTH, WIDTH)
 
 
-# --- random numbers (rule 4) ------------------------------------------------------------------------------------------
+# --- random numbers (rule 6) ------------------------------------------------------------------------------------------
 
 
 @hole
@@ -157,7 +157,7 @@ def dropout_twice_differentiated(step: int, w: nn.Parameter, s: SimpleNamespace)
     return g2.square().mean() + F.dropout(g, 0.5).abs().mean()
 
 
-# --- writes (rules 2, 3) ----------------------------------------------------------------------------------------------
+# --- writes (rule 4) ----------------------------------------------------------------------------------------------
 
 
 @hole
@@ -469,7 +469,7 @@ def set_to_another_storage(step: int, w: nn.Parameter, s: SimpleNamespace) -> An
     return (y * z).sum()
 
 
-# --- the same circumstances (rule 5) ----------------------------------------------------------------------------------
+# --- the same circumstances (rule 7) ----------------------------------------------------------------------------------
 
 
 def _circumstances(
@@ -617,7 +617,7 @@ def _drawn_chain(w: nn.Parameter) -> torch.Tensor:
 
 @hole
 def batched_gradients(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
-    """Backward runs inside vmap, whose layer must be off while what it asks for is made again."""
+    """Backward runs inside vmap, whose layer must be off while the tensors that it reads are made again."""
     h = _drawn_chain(w)
     out = (h * h).sum(0)[:3]
     (rows,) = torch.autograd.grad(out, w, torch.eye(3), is_grads_batched=True, retain_graph=True)
@@ -872,7 +872,7 @@ def relu_and_dropout_inplace_chain(step: int, w: nn.Parameter, s: SimpleNamespac
     return h.square().mean()
 
 
-# --- what is not known is never run twice (rule 6) --------------------------------------------------------------------
+# --- an op that is not known is never run twice (rule 8) --------------------------------------------------------------
 
 _calls = {"custom_op": 0, "mutating_op": 0, "function": 0}
 
@@ -1190,7 +1190,7 @@ def shared_ancestors_stay_linear(seed: int, scope: Scope) -> Record:
     return record
 
 
-# --- in-place errors stay errors (rule 8) -----------------------------------------------------------------------------
+# --- in-place errors stay errors (rule 4) -----------------------------------------------------------------------------
 
 
 @error
@@ -1298,7 +1298,7 @@ pytestmark = [
 
 
 def _every_mode() -> Iterator[Any]:
-    """By turns evict or offload in `make test`, the other is slow; and so is what takes as long as forty others."""
+    """By turns evict or offload in `make test`, the other is slow; and so are cases that take as long as forty others."""
     for nth, name in enumerate(HOLES):
         for mode in MODES:
             slow = mode == MODES[2 + nth % 2] or (name, mode) == ("rnn_of_3000_steps", "torture")

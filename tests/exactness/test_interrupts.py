@@ -1,4 +1,4 @@
-"""Ctrl-C at every place of memmgr's Python, one after the other: what is left behind must be as if it had not come.
+"""Ctrl-C at every place of memmgr's Python, one after the other: the state afterwards must be as if it had not come.
 
 A trace function raises KeyboardInterrupt where the interpreter begins a line or a call of the package, which is where a
 real one can come, among other places: `test_threads.py` sends real ones at random times. One place is no real one: a
@@ -26,7 +26,7 @@ from memmgr.native import pager
 
 from .harness import Record, differences, global_state
 
-GENERATOR = 0x20  # inspect.CO_GENERATOR: Python swallows what is raised in one that is being dropped
+GENERATOR = 0x20  # inspect.CO_GENERATOR: Python swallows exceptions raised in a generator that is being dropped
 
 
 class Interrupt:
@@ -109,7 +109,7 @@ class Training:
 
 
 def limited(share: float) -> tuple[Training, int]:
-    """A training, and a budget of this share of what it needs beside what is there already."""
+    """A training, and a budget of this share of its need in addition to existing bytes."""
     there = bytes_already_there()
     training = Training()
     with memmgr.budget(8 << 30, quiet=True) as mm:

@@ -34,7 +34,7 @@ SLACK = {
     "cells": 40,
     "tier bytes": 1 << 16,
 }
-"""What the process may grow by between the warm state and the end: malloc's own slack, not one thing a pass."""
+"""Allowed growth of the process between the warm state and the end: malloc's own slack, not one object a pass."""
 
 
 def scenario(passes: int) -> Callable[[Callable[[Any, str], Iterator[None]]], Callable[[Any, str], Iterator[None]]]:
@@ -135,7 +135,9 @@ def running_value_without_grad(policy: str) -> Iterator[None]:
 
 @scenario(900)
 def graphs_dropped_without_backward(policy: str) -> Iterator[None]:
-    """A pass is four of these. What is warm only after some hundred (interned objects, free lists) is no leak: it levels off."""
+    """A pass is four of these. Memory that is warm only after some hundred (interned objects, free lists) is no leak:
+    it levels off.
+    """
     model = cases.MLP(depth=2)
 
     def step(backward: bool = True) -> None:
@@ -220,7 +222,7 @@ def second_order(policy: str) -> Iterator[None]:
 
 @scenario(200)
 def reference_cycles(policy: str) -> Iterator[None]:
-    """Graphs in cycles die by the collector, in whatever thread it runs."""
+    """Graphs in cycles are freed by the collector, in any thread that it runs in."""
     model = cases.MLP(depth=2)
 
     def step() -> None:
@@ -236,7 +238,7 @@ def reference_cycles(policy: str) -> Iterator[None]:
 
 
 def _natives() -> dict[str, int]:
-    """Cells that the pager knows, and what its tier holds."""
+    """Cells that the pager knows, and bytes in its tier."""
     from memmgr.native import pager
 
     native = pager.load()
@@ -323,15 +325,15 @@ def main(name: str, policy: str) -> None:
 def test_flat(name: str, policy: str) -> None:
     grown = _grown(name, policy)
     if grown:
-        # What leaks, leaks with every pass and so in every run. Caches of malloc's and of the interpreter's are warm late
-        # where the machine's other load comes between: what does not grow a second time is that.
+        # A leak grows with every pass and so in every run. Caches of malloc's and of the interpreter's are warm late if
+        # the machine has other load: growth that does not happen a second time is that.
         again = _grown(name, policy)
         grown = {key: (found, again[key]) for key, found in grown.items() if key in again}
     assert not grown, f"grew from 40 % over 70 % to the end, in two runs: {grown}"
 
 
 def _grown(name: str, policy: str) -> dict[str, Any]:
-    """What there is more of at the end of a run: (at 40 %, at 70 %, at the end)."""
+    """Counts that are higher at the end of a run: (at 40 %, at 70 %, at the end)."""
     output = children.run("test_leaks", name, policy, timeout=120)
     first, middle, last = json.loads(
         next(line for line in output.splitlines() if line.startswith("SNAPSHOTS")).removeprefix("SNAPSHOTS ")
@@ -341,7 +343,7 @@ def _grown(name: str, policy: str) -> dict[str, Any]:
         if last[key] > first[key]:
             grown[key] = (first[key], middle[key], last[key])
     for key, slack in SLACK.items():
-        # What leaks with every pass grows by as much from the middle to the end as from the start to the middle.
+        # A leak with every pass grows by as much from the middle to the end as from the start to the middle.
         if last[key] - first[key] > slack and last[key] - middle[key] > slack / 2:
             grown[key] = (first[key], middle[key], last[key])
     for kind, count in last["ours"].items():

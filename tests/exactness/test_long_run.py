@@ -1,4 +1,5 @@
-"""A thousand steps of a GPT in half of what it needs: nothing grows. And `kill -9` in the middle of a step leaves no file."""
+"""A thousand steps of a GPT in half of its need: no count grows. And `kill -9` in the middle of a step leaves no
+file."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def half() -> int:
 
 
 def long() -> None:
-    """Prints what there is after every hundred steps, and what one of them took."""
+    """Prints the counts after every hundred steps, and the time of one of them."""
     import memmgr
 
     limit = half()
@@ -80,7 +81,7 @@ def test_a_thousand_steps_grow_nothing() -> None:
     warm, last = hundreds[1], hundreds[-1]  # the first hundred measures, and makes plans
     assert last["rss"] - warm["rss"] < 4 << 20
     assert last["threads"] <= warm["threads"] and last["files"] <= warm["files"]
-    # Processor time of a step's lower quartile: what else the machine does shows least in it.
+    # Processor time of a step's lower quartile: other work of the machine affects it least.
     assert min(one["processor"] for one in hundreds[-3:]) < 1.25 * min(one["processor"] for one in hundreds[1:4])
 
 

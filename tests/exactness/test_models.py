@@ -21,7 +21,7 @@ PARAMS = [
 ]
 
 
-# What transformers, peft and Dynamo say is not under test; what memmgr says is.
+# Warnings of transformers, peft and Dynamo are not under test; memmgr's are.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:memmgr")]
 
 
@@ -48,7 +48,7 @@ LOW_FLOORS = (  # below half of the peak, where auto@50 does not reach; for most
 
 @pytest.mark.parametrize("name", LOW_FLOORS)
 def test_same_bits_at_the_floor(name: str) -> None:
-    """A tenth above the smallest budget that the run says it could have: most of what may leave is away."""
+    """A tenth above the smallest budget that the run reports: most tensors that can be evicted are absent."""
     fn = cases.CASES[name].fn
     measured = need(fn)
     assert measured.limit(0.0) < measured.limit(0.5), "half of the peak is the floor: this tests nothing new"

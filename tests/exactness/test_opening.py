@@ -1,4 +1,6 @@
-"""A budget that opens while a graph lives: what the graph holds counts, and is kept to the limit or refused at once."""
+"""A budget that opens while a graph lives: tensors that the graph holds count, and are kept to the limit or refused at
+once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from .harness import HUGE_BYTES, global_state
 WIDTH, DEPTH = 256, 12
 SIZE = WIDTH * WIDTH * 4
 COUNTED = "on the device already|are in use when it opens"
-SAVED = 2 * DEPTH * SIZE  # what tanh and exp save, which Python does not see once the names are gone
+SAVED = 2 * DEPTH * SIZE  # tensors that tanh and exp save, which Python does not see once the names are gone
 
 
 def _graph() -> tuple[nn.Parameter, torch.Tensor]:

@@ -48,7 +48,7 @@ def _run(op: Callable[[torch.Tensor], torch.Tensor], scope: Any, grad: bool) -> 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", OPS)
 def test_it_draws_once_or_is_refused(name: str, grad: bool) -> None:
-    """Whatever room there is: the bits of one run, or an error; never those of a second draw."""
+    """With any room: the bits of one run, or an error; never those of a second draw."""
     op = OPS[name]
     want, state = _run(op, nullcontext(), grad)
     finished = refused = 0

@@ -1,6 +1,6 @@
 """Issue 2, points 1 and 7: training in threads, the two lock inversions of facts.md, Ctrl-C, and a soak.
 
-What could hang runs in a process of its own: ``python -m exactness.test_threads NAME``.
+Programs that could hang run in a process of their own: ``python -m exactness.test_threads NAME``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def dropout_in_two_threads_by_turns(seed: int, scope: Scope) -> Record:
 def two_threads_at_once_with_own_generators(seed: int, scope: Scope) -> Record:
     models, record = [cases.MLP(p=0.0), cases.UNet()], Record()
     models[1].head.register_forward_pre_hook(lambda m, a: None)
-    met = threading.Barrier(2)  # both hold what their passes saved: whether half of the need binds is then no luck
+    met = threading.Barrier(2)  # both hold the tensors that their passes saved, so that half of the need always binds
 
     def body(who: int) -> None:
         try:
@@ -269,7 +269,7 @@ def test_same_bits(name: str, mode: str) -> None:
         got = managed(THREADED[name], HUGE_BYTES, mode.partition("@")[0], place="loop")
         assert_same(reference(THREADED[name]), got.record, mode)
         return
-    # How much two threads hold beyond what they wait for one another with is luck, and with it whether three quarters bind.
+    # The bytes that two threads hold at the same time vary from run to run, and with them whether three quarters bind.
     by_luck = name.startswith("two_threads_at_once") and mode.endswith("@75")
     check(THREADED[name], mode, moves=not by_luck)
 
@@ -465,7 +465,7 @@ def fork_before_the_first_op() -> None:
     def fork() -> None:
         forked(lambda: torch.ones(4).sum().item() == 4)
 
-    assert torch.ones(4).sum().item() == 4  # what torch makes once in a process is made
+    assert torch.ones(4).sum().item() == 4  # loads the objects that torch makes once in a process
     with memmgr.budget("64MB", quiet=True):
         threads, errors = spawn([start_threads] * 3)
         try:
@@ -602,7 +602,7 @@ def _checked_step(w0: torch.Tensor, r: random.Random) -> None:
         g = torch.ones_like(h)
         for t in reversed(slopes):
             g = g + g * (1 - t * t)
-        # Not torch.testing: what is out of memory inside it comes out as another error.
+        # Not torch.testing: an out-of-memory error inside it comes out as another error.
         assert torch.allclose(got, g * first * m, rtol=1e-4, atol=1e-6)
 
 
@@ -748,7 +748,7 @@ def _digest(t: torch.Tensor) -> bytes:
 # --- and their tests --------------------------------------------------------------------------------------------------
 
 
-# Auto does what both others do; each takes six seconds.
+# Auto does both; each takes six seconds.
 @pytest.mark.parametrize("policy", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("evict", "offload"))])
 @pytest.mark.parametrize("name", ["generator_mutex_against_the_gil", "seeded_recipe_inside_the_generators_mutex"])
 def test_lock_inversion(name: str, policy: str) -> None:

@@ -1,4 +1,4 @@
-"""Rule 7: what is not known to reproduce is made again for nobody, whether autograd saved its result or not."""
+"""Rule 8: a tensor that is not known to reproduce is never made again, whether autograd saved its result or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def narrowing() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_room_is_made_to_prove_what_is_met_when_memory_is_full() -> None:
-    """What was unproven could not be dropped, so without a tier the first pass ended where every later one would have run."""
+    """An unproven tensor could not be dropped, so without a tier the first pass ended where every later one would have
+    run.
+    """
     model, x = narrowing()
     with memmgr.budget(None, quiet=True) as mm:  # proves nothing
         model(x).sum().backward()
@@ -37,7 +39,9 @@ def test_room_is_made_to_prove_what_is_met_when_memory_is_full() -> None:
 
 
 def test_a_trial_before_a_write_takes_nothing_that_the_write_would_strand() -> None:
-    """What needs the old bytes is brought back before a write; room made for the write's own trial would take it again."""
+    """Tensors that need the old bytes are restored before a write; room made for the write's own trial would evict them
+    again.
+    """
     steps = 6
 
     def train(scope: Any, rows: int) -> bytes:

@@ -58,7 +58,7 @@ def _one_way(name: str, own: random.Random) -> str:
 
 
 def _collectives(shared: random.Random, own: random.Random) -> str:
-    """Under way for long, with everything leaving and poison laid over what has left."""
+    """Long-running collectives, while every tensor is evicted and freed memory is filled with poison."""
     rank, world = dist.get_rank(), dist.get_world_size()
     said = []
     with memmgr.budget("1GB", policy="torture", quiet=True):
@@ -149,7 +149,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
 
 
 NO_FUTURE = {"reduce-scatter", "send and receive"}
-"""Of gloo: their Works say that they are done in wait() alone."""
+"""Collectives of gloo: their Works are marked as done in wait() alone."""
 
 
 def main(rank: int, world: int, folder: Path, seconds: str, seed: str) -> None:

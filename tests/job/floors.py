@@ -45,7 +45,7 @@ def check(name: str, folder: Path) -> None:
         dist.all_gather(every, torch.tensor([named]))
         floors = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
         dist.all_gather(floors, torch.tensor([floor]))
-        # All have heard the same of it, whatever the pipeline's runtime made of the error.
+        # All ranks have received the same error, in any form that the pipeline's runtime gave it.
         assert len({each.item() for each in every}) == 1, every
         assert 0.95 * floors[who].item() < named <= 1.05 * floors[who].item(), (name, who, named, floors)
     print(f"{name}: floor {floor:,}", flush=True)

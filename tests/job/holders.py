@@ -1,4 +1,4 @@
-"""What torch.distributed takes has names of its own: `python -m job.holders RANK WORLD FOLDER`."""
+"""Objects that torch.distributed takes have names of their own: `python -m job.holders RANK WORLD FOLDER`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ WIDTH = 64
 ROWS = 256
 CASES: dict[str, CaseFunction] = {}
 SHARES = (0.75, 0.5, 0.0)
-"""Of the unmanaged peak, and at least `TIGHT` of the floor."""
+"""Shares of the unmanaged peak; at least `TIGHT` of the floor."""
 TIGHT = 1.05
 MOST_TRIES = 6
 
@@ -408,7 +408,7 @@ def pp_interleaved(seed: int, scope: Scope) -> Record:
 
 
 class Rotate(torch.autograd.Function):
-    """What the neighbour has, around the ring; gradients go the other way."""
+    """The neighbour's tensor, around the ring; gradients go the other way."""
 
     @staticmethod
     def turn(t: torch.Tensor, by: int) -> torch.Tensor:
@@ -508,7 +508,7 @@ def _fitting(fn: CaseFunction, limit: int, folder: Path) -> Managed:
 
 
 def check(name: str, folder: Path) -> list[str]:
-    """One case under all budgets; what was seen, for a report."""
+    """One case under all budgets; returns the observations, for a report."""
     fn = CASES[name]
     want, measured = reference(fn), need(fn)
     peak, floor = measured.peak_bytes, measured.floor_bytes

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job in processes of their own, and says what each of them wrote."""
+"""Starts the ranks of a job in processes of their own, and collects their output."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def begin(module: str, *words: str, world: int, folder: Path, timeout: float) ->
 
 
 def finish_all(ranks: list[subprocess.Popen[str]], timeout: float) -> list[str]:
-    """What each has printed; an assertion that shows all that failed.
-
-    All are read at once: a rank whose pipe is full would wait for its reader, and the others for the rank.
+    """The output of each rank; an assertion that shows the output of all that failed. All are read at once: a rank
+    whose pipe is full would wait for its reader, and the others for the rank.
     """
     failures, outputs = [], []
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -104,6 +103,6 @@ def write(folder: Path, rank: int, **found: Any) -> None:
 
 
 def read(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What that rank has written; None: nothing."""
+    """The result that the rank has written; None if there is none."""
     place = folder / f"rank{rank}.json"
     return dict(json.loads(place.read_text())) if place.exists() else None

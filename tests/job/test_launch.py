@@ -1,4 +1,4 @@
-"""Issue 19, point 1: unmodified scripts under their launchers; what the ranks of one host share; one summary."""
+"""Issue 19, point 1: unmodified scripts under their launchers; limits shared by the ranks of one host; one summary."""
 
 from __future__ import annotations
 

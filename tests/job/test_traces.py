@@ -1,4 +1,4 @@
-"""Traces of a job's ranks, recorded inside torchrun, and what `memmgr simulate --job` makes of them."""
+"""Traces of a job's ranks, recorded inside torchrun, and their simulation by `memmgr simulate --job`."""
 
 from __future__ import annotations
 

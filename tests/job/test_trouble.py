@@ -1,4 +1,4 @@
-"""Issue 19, point 4: one rank in trouble is named by all others within seconds, whatever they wait in."""
+"""Issue 19, point 4: one rank in trouble is named by all others within seconds, in any wait."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_ranks_that_stand_still_together_are_not_lost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_can_begin_again(tmp_path: Path) -> None:
-    """What was told of the first budget is over in the second."""
+    """Failures of the first budget are over in the second."""
     ranks.finish_all(ranks.begin("job.trouble", "ddp", "again", world=2, folder=tmp_path, timeout=60), 60)
     for rank in range(2):
         assert ranks.read(tmp_path, rank) is not None and ranks.read(tmp_path / "again", rank) is not None

@@ -1,7 +1,7 @@
 """A rank comes to grief within its optimizer's step while slices of the other's wait (rule 14):
 `python -m job.unfinished RANK WORLD FOLDER TROUBLE`.
 
-The ranks train the same on the same rows, so that a training without ranks says what the survivor's bits have to be.
+The ranks train the same on the same rows, so that a training without ranks gives the survivor's bits.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ a kernel runs when its stream gets to it, on raw pointers: it keeps nothing aliv
 core's `mm_device`. All new memory is filled with 0xFF in
 stream order (NaN; an index out of range).
 
+In the mode `timed` the driver has virtual time, and each kernel takes what its bytes and its arithmetic take by a table of figures
+(driver/virtual_time.h); hollow, kernels do nothing besides, so that models of any size train.
+
 Known limitations: kernels see the process-wide numeric switches of the moment in which they run. Ops whose results' sizes
 are data, and seeded ones that need data (`prompt_ops`), make the program wait, where CUDA would not always. Random numbers
 come from the CPU's default generator. No sparse layouts, no fused attention, no LSTM or GRU cells (torch wants fused

@@ -15,7 +15,7 @@ from driver.build import fake_driver
 from .build import library
 
 # The fake driver's modes; see tests/driver/fake_driver.cpp.
-MODES = ("prompt", "random", "late", "threaded")
+MODES = ("prompt", "random", "late", "threaded", "timed")
 
 
 class Handles:
@@ -36,7 +36,12 @@ handles: Handles | None = None
 
 
 def start(
-    mode: str = "late", seed: int = 0, devices: int = 1, memory_bytes: int = 1 << 30, poison: bool = True
+    mode: str = "late",
+    seed: int = 0,
+    devices: int = 1,
+    memory_bytes: int = 1 << 30,
+    poison: bool = True,
+    hollow: bool = False,
 ) -> Handles:
     """Registers the device for the rest of this process, which should therefore be a test's own.
 
@@ -48,10 +53,12 @@ def start(
         devices: how many.
         memory_bytes: of each.
         poison: new memory is filled with 0xFF in stream order, freed memory of memdev's own allocator too.
+        hollow: kernels and large copies take their virtual time and do nothing, in the mode `timed`: memory is never
+            touched, so that a training of any size runs in a few hundred megabytes. All data is zero.
     """
     global handles
     assert handles is None, "a process has one such device"
-    assert mode in MODES
+    assert mode in MODES and not (hollow and mode != "timed")
     os.environ.update(
         FAKE_DRIVER_MODE=mode,
         FAKE_DRIVER_SEED=str(seed),
@@ -69,7 +76,9 @@ def start(
     torch.utils.rename_privateuse1_backend("memdev")
     problem = lib.memdev_start(str(made.driver_path).encode())
     assert not problem, problem.decode()
-    lib.memdev_set_poison(int(poison))
+    lib.memdev_set_poison(int(poison and not hollow))
+    lib.memdev_set_timed(int(mode == "timed"), int(hollow))
+    made.fake.fake_set_hollow(int(hollow))
     torch._register_device_module("memdev", _module(made))
     torch.utils.generate_methods_for_privateuse1_backend()
     atexit.register(_close, lib)

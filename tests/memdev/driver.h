@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -51,7 +52,17 @@ using CUcontext = void*;
 constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
 constexpr int kMostDevices = 8;
 
+// What the double of the driver has besides: its virtual time (driver/virtual_time.h).
+#define MEMDEV_DOUBLE_FUNCTIONS(X)                                                                              \
+  X(void, next_work, "fake_next_work", (int engine, double seconds, double host_seconds, uint64_t bytes, const char*)) \
+  X(double, figure, "fake_figure", (const char* name))
+
+enum Engine { kNoEngine = 0, kCompute = 1, kOut = 2, kIn = 3 };
+
 struct Driver {
+#define X(result, member, name, signature) result(*member) signature = nullptr;
+  MEMDEV_DOUBLE_FUNCTIONS(X)
+#undef X
 #define X(member, name, signature) int(*member) signature = nullptr;
   MEMDEV_DRIVER_FUNCTIONS(X)
 #undef X
@@ -66,6 +77,11 @@ struct Driver {
   member = reinterpret_cast<decltype(member)>(dlsym(library, name)); \
   if (member == nullptr) return std::string(path) + " has no " + name;
     MEMDEV_DRIVER_FUNCTIONS(X)
+#undef X
+#define X(result, member, name, signature)                           \
+  member = reinterpret_cast<decltype(member)>(dlsym(library, name)); \
+  if (member == nullptr) return std::string(path) + " has no " + name;
+    MEMDEV_DOUBLE_FUNCTIONS(X)
 #undef X
     int error = cuInit(0);
     if (error == 0) error = cuDeviceGetCount(&devices);
@@ -137,6 +153,13 @@ struct Work {
   virtual ~Work() = default;
   virtual void Run() = 0;
   virtual std::string Name() const = 0;
+  // What it is to the engines of a device: by default nothing, as what the double does for its own sake.
+  virtual int Engine() const { return kNoEngine; }
+  virtual uint64_t Bytes() const { return 0; }
+  virtual double Operations() const { return 0; }  // of `Arithmetic`
+  virtual const char* Arithmetic() const { return "flops.float32"; }
+  virtual bool IsOp() const { return false; }    // of torch: the host takes time for it
+  virtual bool IsHollow() const { return false; }  // it takes its time and does nothing
   bool captured = false;  // into a graph, which runs it again and again, and lives as long as the process
 };
 
@@ -161,6 +184,8 @@ struct Graveyard {
 inline Graveyard& graveyard = *new Graveyard;  // never destroyed: streams may outlive static objects
 
 inline std::atomic<uint64_t> launches{0};
+inline std::atomic<bool> timed{false};   // the double has virtual time
+inline std::atomic<bool> hollow{false};  // and what runs on it does nothing
 inline std::atomic<bool> closing{false};  // the interpreter is going: nothing is queued any more
 
 // In a fresh thread's dispatch state, without autograd and without the program's modes: work may run in any thread, the
@@ -181,7 +206,7 @@ inline void RunWork(void* raw) {
   try {
     const PlainDispatch plain;
     const at::DisableRecordFunctionGuard unobserved;  // a kernel is no op
-    work->Run();
+    if (!work->IsHollow()) work->Run();
   } catch (const std::exception& error) {
     // There is nobody to throw it at: the program is far ahead. A GPU would report it at the next synchronisation.
     std::fprintf(stderr, "memdev: %s failed when its stream reached it: %s\n", work->Name().c_str(), error.what());
@@ -191,9 +216,26 @@ inline void RunWork(void* raw) {
   if (!work->captured) graveyard.Bury(work);
 }
 
+// Tells the double how long the work takes: that is the longer of its bytes and its arithmetic.
+inline void TellCost(const Work& work) {
+  const auto at_rate = [](double amount, const char* name) {
+    const double rate = driver.figure(name);
+    return rate > 0 ? amount / rate : 0;
+  };
+  double seconds = 0;
+  const auto bytes = static_cast<double>(work.Bytes());
+  if (work.Engine() == kCompute) {
+    seconds = driver.figure("kernel") + std::max(at_rate(bytes, "memory"), at_rate(work.Operations(), work.Arithmetic()));
+  } else if (work.Engine() != kNoEngine) {
+    seconds = driver.figure("copy_latency") + at_rate(bytes, work.Engine() == kOut ? "out" : "in");
+  }
+  driver.next_work(work.Engine(), seconds, work.IsOp() ? driver.figure("op") : 0, work.Bytes(), work.Name().c_str());
+}
+
 inline void Launch(int device, CUstream stream, std::unique_ptr<Work> work) {
   if (closing.load()) return;
   UseDevice(device);
+  if (timed.load()) TellCost(*work);
   launches.fetch_add(1);
   work->captured = IsCapturing(device, stream);
   MEMDEV_CHECK(driver.cuLaunchHostFunc(stream, RunWork, work.get()));

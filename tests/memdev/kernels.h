@@ -69,6 +69,47 @@ struct Prompt {
 };
 inline Prompt& prompt = *new Prompt;
 
+// Multiplications and additions of matrix products, convolutions and attention; of other ops their bytes count.
+inline double OperationsOf(const c10::OperatorHandle& op, const std::vector<Value>& arguments,
+                           const std::vector<std::vector<Ref>>& results) {
+  const std::string& name = op.operator_name().name;
+  const auto sizes = [&](size_t i) -> std::vector<int64_t> {
+    const bool known = i < arguments.size() && !arguments[i].refs.empty() && arguments[i].refs[0].alias;
+    return known ? arguments[i].refs[0].alias->sizes : std::vector<int64_t>{};
+  };
+  const auto count = [](const std::vector<int64_t>& of) {
+    double all = 1;
+    for (const int64_t size : of) all *= static_cast<double>(size);
+    return all;
+  };
+  const auto product = [&](size_t a, size_t b) {
+    const std::vector<int64_t> left = sizes(a), right = sizes(b);
+    return left.empty() || right.empty() ? 0 : 2 * count(left) * static_cast<double>(right.back());
+  };
+  if (name == "aten::mm" || name == "aten::bmm") return product(0, 1);
+  if (name == "aten::addmm" || name == "aten::baddbmm") return product(1, 2);
+  if (name == "aten::convolution" || name == "aten::_convolution" || name == "aten::convolution_overrideable") {
+    const std::vector<int64_t> weight = sizes(1);
+    if (weight.empty() || results.empty() || results[0].empty() || !results[0][0].alias) return 0;
+    return 2 * count(results[0][0].alias->sizes) * count(weight) / static_cast<double>(weight[0]);
+  }
+  if (name == "aten::convolution_backward" || name == "aten::convolution_backward_overrideable") {
+    const std::vector<int64_t> weight = sizes(2);
+    if (weight.empty()) return 0;
+    double wanted = 0;
+    for (size_t i = 0; i < 2 && i < results.size(); ++i) wanted += !results[i].empty() && results[i][0].alias;
+    return 2 * wanted * count(sizes(0)) * count(weight) / static_cast<double>(weight[0]);
+  }
+  const bool forward = name.rfind("aten::_scaled_dot_product", 0) == 0 && name.find("backward") == std::string::npos;
+  const bool backward = name.rfind("aten::_scaled_dot_product", 0) == 0 && !forward;
+  if (forward || backward) {
+    const std::vector<int64_t> q = sizes(backward ? 1 : 0), k = sizes(backward ? 2 : 1);
+    if (q.size() != 4 || k.size() != 4) return 0;
+    return (backward ? 10 : 4) * count(q) * static_cast<double>(k[2]);
+  }
+  return 0;
+}
+
 struct Kernel : Work {
   explicit Kernel(const c10::OperatorHandle& op) : op(op) {}
 
@@ -92,8 +133,34 @@ struct Kernel : Work {
     }
   }
   std::string Name() const override { return c10::toString(op.operator_name()); }
+  int Engine() const override { return kCompute; }
+  uint64_t Bytes() const override {
+    uint64_t bytes = 0;
+    for (const Value& value : arguments) {
+      for (const Ref& ref : value.refs) bytes += ref.alias ? ref.Bytes() : 0;
+    }
+    for (const auto& made : results) {
+      for (const Ref& ref : made) bytes += ref.alias ? ref.Bytes() : 0;
+    }
+    return bytes + written_bytes;
+  }
+  double Operations() const override { return OperationsOf(op, arguments, results); }
+  const char* Arithmetic() const override {
+    for (const Value& value : arguments) {
+      for (const Ref& ref : value.refs) {
+        if (!ref.alias) continue;
+        if (ref.alias->dtype == at::kBFloat16) return "flops.bfloat16";
+        if (ref.alias->dtype == at::kHalf) return "flops.float16";
+        if (c10::isFloatingType(ref.alias->dtype)) return "flops.float32";
+      }
+    }
+    return "flops.float32";
+  }
+  bool IsOp() const override { return true; }
+  bool IsHollow() const override { return hollow.load(); }
 
   c10::OperatorHandle op;
+  uint64_t written_bytes = 0;  // of arguments, a second time: they are read and written
   std::vector<Value> arguments;
   std::vector<std::vector<Ref>> results;  // fresh ones; of others nothing
 };
@@ -187,6 +254,10 @@ inline void RunLate(const c10::OperatorHandle& op, const Shape& shape, torch::ji
     kernel->results.emplace_back();
     std::vector<at::Tensor> made = TensorsOf(meta[i]);
     all_views = all_views && shape.results[i] == Result::kView;
+    if (!HoldsTensors(meta[i])) {
+      results.push_back(meta[i]);
+      continue;
+    }
     if (shape.results[i] == Result::kArgument) {
       results.push_back(arguments[shape.argument[i]]);
       continue;
@@ -205,6 +276,9 @@ inline void RunLate(const c10::OperatorHandle& op, const Shape& shape, torch::ji
   }
   if (!all_views) {
     for (const auto& v : arguments) kernel->arguments.push_back(Value::Of(v));
+    for (int i : shape.written) {
+      for (const Ref& ref : kernel->arguments[i].refs) kernel->written_bytes += ref.alias ? ref.Bytes() : 0;
+    }
     Launch(device.index(), CurrentStream(device.index()), std::move(kernel));
   }
   arguments = std::move(results);
@@ -239,7 +313,7 @@ inline void RunPromptly(const c10::OperatorHandle& op, const Shape& shape, torch
     op.callBoxed(stack);
   }
   auto publish = [&](const at::Tensor& from, const at::Tensor& to) {
-    if (to.numel() > 0) Launch(device.index(), stream, std::make_unique<Copy>(Ref{std::nullopt, from}, MakeRef(to)));
+    if (to.numel() > 0) Launch(device.index(), stream, std::make_unique<Copy>(Ref{std::nullopt, from}, MakeRef(to), true));
   };
   for (auto& [i, tensors] : written) {
     std::vector<at::Tensor> ours = TensorsOf(arguments[i]);
@@ -273,7 +347,7 @@ inline void Fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   graveyard.Empty();
   const c10::FunctionSchema& schema = op.schema();
   Shape shape(schema);
-  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+  TORCH_CHECK_NOT_IMPLEMENTED(hollow.load() || op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
                               "memdev: the CPU has no kernel for ", c10::toString(op.operator_name()));
   torch::jit::Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
   c10::Device device = DeviceOf(arguments);
@@ -281,9 +355,10 @@ inline void Fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   CheckDevices(op, shape, arguments, device);
   std::optional<torch::jit::Stack> meta;
   torch::jit::Stack meta_arguments;
-  if (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded)) {
+  // In hollow mode nothing is drawn, and no kernel runs that would miss what was announced.
+  if (hollow.load() || (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded))) {
     PlainDispatch plain;
-    bool zeros = kMisannounced.count(op.operator_name().name) != 0;
+    bool zeros = !hollow.load() && kMisannounced.count(op.operator_name().name) != 0;
     meta = zeros ? RunOnZeros(op, arguments, &meta_arguments) : RunOnMeta(op, arguments, &meta_arguments);
   }
   PlainDispatch plain;

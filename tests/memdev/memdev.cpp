@@ -38,6 +38,10 @@ const char* const kNative[] = {"aten::empty.memory_format",
 const char* const kWhole[] = {"aten::convolution", "aten::_convolution", "aten::convolution_backward",
                               "aten::conj_physical_"};
 
+// What GPUs have and the CPU does not: to be called by name, in hollow mode.
+const char* const kHollow[] = {"aten::_scaled_dot_product_fused_attention_overrideable",
+                               "aten::_scaled_dot_product_fused_attention_overrideable_backward"};
+
 void Register() {
   static Guard guard;
   static Hooks hooks;
@@ -74,6 +78,7 @@ void Register() {
     if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) late(c10::toString(name));
   }
   for (const char* name : kWhole) late(name);
+  for (const char* name : kHollow) late(name);
 
   RegisterAutocast();
 
@@ -126,6 +131,11 @@ MEMDEV_API void memdev_use_core(int ordinal, void* device, void* alloc, void* fr
   memdev::UseCore(ordinal, device, functions);
 }
 MEMDEV_API void memdev_capture(int more) { memdev::captures.fetch_add(more); }
+// The double has virtual time. `hollow`: kernels and large copies do nothing.
+MEMDEV_API void memdev_set_timed(int on, int is_hollow) {
+  memdev::timed.store(on != 0);
+  memdev::hollow.store(is_hollow != 0);
+}
 MEMDEV_API void memdev_set_poison(int on) { memdev::poison.store(on != 0); }
 MEMDEV_API void memdev_use_own_allocator() { c10::SetAllocator(c10::kPrivateUse1, &memdev::memory, 255); }
 MEMDEV_API uint64_t memdev_launches() { return memdev::launches.load(); }

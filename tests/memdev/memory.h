@@ -23,6 +23,7 @@ struct Fill : Work {
   Fill(void* to, size_t bytes) : to(to), bytes(bytes) {}
   void Run() override { std::memset(to, kPoison, bytes); }
   std::string Name() const override { return "poison"; }
+  bool IsHollow() const override { return hollow.load(); }
   void* to;
   size_t bytes;
 };
@@ -31,6 +32,9 @@ struct RawCopy : Work {
   RawCopy(void* to, const void* from, size_t bytes) : to(to), from(from), bytes(bytes) {}
   void Run() override { std::memmove(to, from, bytes); }
   std::string Name() const override { return "raw copy"; }
+  int Engine() const override { return kCompute; }
+  uint64_t Bytes() const override { return 2 * bytes; }
+  bool IsHollow() const override { return hollow.load(); }
   void* to;
   const void* from;
   size_t bytes;

@@ -154,11 +154,18 @@ inline std::tuple<at::Tensor, at::Tensor> NativeDropout(const at::Tensor& input,
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
+constexpr uint64_t kSolidBytes = 4096;  // what a program looks at is copied in hollow mode, too
+
 struct Copy : Work {
-  Copy(Ref from, Ref to) : from(std::move(from)), to(std::move(to)) {}
+  Copy(Ref from, Ref to, bool is_kernel = false) : from(std::move(from)), to(std::move(to)), is_kernel(is_kernel) {}
   void Run() override { to.Cpu().copy_(from.Cpu()); }
   std::string Name() const override { return "copy"; }
+  int Engine() const override { return is_kernel || (from.alias && to.alias) ? kCompute : from.alias ? kOut : kIn; }
+  uint64_t Bytes() const override { return (from.alias ? from.Bytes() : 0) + (to.alias ? to.Bytes() : 0); }
+  bool IsOp() const override { return true; }
+  bool IsHollow() const override { return hollow.load() && Bytes() > kSolidBytes; }
   Ref from, to;
+  const bool is_kernel;  // a GPU would have it computed there: what this device computes on the host
 };
 
 inline at::Tensor CopyFrom(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {

@@ -137,7 +137,7 @@ def lateness(handles: Handles) -> dict[str, Any]:
     other = torch.Stream(device=DEVICE)
     other.synchronize()
     untouched = queued(handles)
-    value = loss.item()  # waits for the forward and what was queued meanwhile
+    value = loss.item()  # waits for the forward and for work queued since
     return {
         "at_rest": at_rest,
         "forward": forward,
@@ -152,7 +152,7 @@ def lateness(handles: Handles) -> dict[str, Any]:
 
 
 def waits(handles: Handles) -> dict[str, list[float]]:
-    """A consumer on one stream of what a producer makes on another, with each kind of wait and with none."""
+    """A consumer on one stream of a tensor that a producer makes on another, with each kind of wait and with none."""
     result = {}
     for how in ("none", "stream", "event", "synchronize"):
         a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
@@ -248,7 +248,7 @@ def events(handles: Handles) -> dict[str, Any]:
 
 
 def together() -> dict[str, Any]:
-    """What can share a process, in late mode."""
+    """The scenarios that can share a process, in late mode."""
     handles = start("late")
     parts = (lateness, waits, freed_early, copies, events, features, hooks)
     return {part.__name__: part(handles) for part in parts}
@@ -334,7 +334,7 @@ def same_as_cpu() -> list[str]:
 
 
 def features(handles: Handles) -> dict[str, Any]:
-    """What training scripts use beside ops."""
+    """Features that training scripts use in addition to ops."""
     result: dict[str, Any] = {}
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU()).to(DEVICE)
 

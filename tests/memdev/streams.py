@@ -1,4 +1,4 @@
-"""Programs on two streams whose bits are wrong if the pager forgets one of its stream rules (docs/internals/streams.md).
+"""Programs on two streams whose bits are wrong if the pager forgets one of its stream rules (docs/develop/streams.md).
 
 Each is right by torch's own rules without memmgr: it puts its streams in order, or autograd holds the tensor. In late mode
 nothing runs before it is waited for; the programs wait for the stream that takes the memory before the one that still
@@ -37,12 +37,12 @@ def take(count: int = 24) -> list[Tensor]:
 
 @dataclass
 class Pass:
-    """What a program is given.
+    """The arguments of a program.
 
     Attributes:
         native: the pager, or None without memmgr.
         late: the last pass, in which something leaves.
-        factor: another one in each pass, so that what an earlier pass left behind is not right by chance.
+        factor: another one in each pass, so that bytes of an earlier pass are not right by chance.
     """
 
     native: Any
@@ -260,7 +260,7 @@ def late_unasked(p: Pass) -> list[Tensor]:
 
 
 def late_address(p: Pass) -> list[Tensor]:
-    """Who knows that the step has ended reads the parameter by its address."""
+    """The program reads the parameter by its address after it has waited for the step's end."""
     w, _, _, event = _steps(p)
     a = w * 2
     event.synchronize()

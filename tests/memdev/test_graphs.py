@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c+
 
 @pytest.fixture(scope="module")
 def programs() -> Any:
-    """What each of PROGRAMS has shown."""
+    """The results of each of PROGRAMS."""
     return child.run("all_programs", module="memdev.graphs", mode="late", seed=0)
 
 

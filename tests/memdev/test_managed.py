@@ -243,7 +243,7 @@ def test_armed_by_the_environment(children: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_training_notices_a_wait_that_the_core_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of those that docs/internals/streams.md lists; the core's own tests prove them all."""
+    """One of those that docs/develop/streams.md lists; the core's own tests prove them all."""
     monkeypatch.setenv("MEMMGR_CORE_LIB", str(build.core_with_mutations()))
     options = {"mode": "late", "seed": 0, "models": ["gpt"], "policies": ["torture"]}
     try:

@@ -39,6 +39,14 @@ struct Alias {
     p = start + t.storage_offset() * t.itemsize();
   }
 
+  // Each element once.
+  uint64_t Bytes() const {
+    if (p == nullptr) return 0;
+    uint64_t count = c10::elementSize(dtype);
+    for (size_t i = 0; i < sizes.size(); ++i) count *= strides[i] == 0 ? 1 : static_cast<uint64_t>(sizes[i]);
+    return count;
+  }
+
   // A CPU tensor over the same bytes.
   at::Tensor Cpu() const {
     auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
@@ -55,6 +63,7 @@ struct Ref {
   std::optional<Alias> alias;
   at::Tensor host;
   at::Tensor Cpu() const { return alias ? alias->Cpu() : host; }
+  uint64_t Bytes() const { return alias ? alias->Bytes() : host.defined() ? host.nbytes() : 0; }
 };
 
 // A copy that the caller can change or free the original of.

@@ -1,6 +1,5 @@
-"""What the sweep over the operator database leaves out or compares otherwise, each with its reason.
-
-Keep it short: everything here is torch's own behaviour, and a test asserts that each entry is still needed.
+"""Exceptions of the sweep over the operator database, each with its reason. Keep it short: each is torch's own
+behaviour, and a test asserts that each entry is still needed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _WRITES_PIVOTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 NOT_DETERMINISTIC: dict[str, str] = (
     {} if _WRITES_PIVOTS else {"linalg.lstsq": _PIVOTS, "linalg.lstsq.grad_oriented": _PIVOTS}
 )
-"""Not compared: two unmanaged runs may differ. memmgr must not recompute them either (rule 7)."""
+"""Not compared: two unmanaged runs may differ. memmgr must not recompute them either (rule 8)."""
 
 RAISES: dict[str, str] = {
     "abs": "in place: not for complex numbers",
@@ -27,7 +26,7 @@ RAISES: dict[str, str] = {
     "native_layer_norm": "create_graph without weights: torch's formula gets an undefined tensor",
     "nn.functional.ctc_loss": "create_graph: no second derivative",
 }
-"""Some samples raise without memmgr too; what is compared is that they raise the same with it."""
+"""Some samples raise without memmgr too; the test compares that they raise the same with it."""
 
 SKIPPED: dict[str, str] = {}
 """Not run at all."""
@@ -46,9 +45,9 @@ print(torch.linalg.lstsq(A, B).solution.numpy().tobytes().hex())
 
 
 def lstsq_reads_unwritten_memory() -> bool:
-    """In two processes whose malloc fills what it hands out, with zeros and with something else (glibc)."""
+    """In two processes whose malloc fills allocated memory, with zeros and with other values (glibc)."""
     found = []
-    for perturb in ("255", "1"):  # the complement is what is filled in
+    for perturb in ("255", "1"):  # memory is filled with the complement
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],
             capture_output=True,

@@ -1,12 +1,13 @@
 """PyTorch's operator database under memmgr: every op, forward and backward, must leave the same bits (issue 2, point 2).
 
 Each sample is run twice without memmgr (the second time on memory that was filled with other values before, which finds
-ops that read what nobody wrote), and twice under a budget with ``policy="torture"``, in which every tensor leaves after every
-op, whoever holds it, by turns dropped (and made again) and offloaded. What is compared: outputs, gradients, what the op wrote to its arguments, the random generator
-afterwards, and the kind of exception if there was one.
+ops that read unwritten memory), and twice under a budget with ``policy="torture"``, in which every tensor is evicted
+after every op, also held ones, by turns dropped (and made again) and offloaded. Compared are: outputs, gradients, the
+op's writes to its arguments, the random generator afterwards, and the kind of exception if there was one.
 
-A sample alone would exercise little: its inputs are leaves that the caller holds, so nothing could leave. Therefore the op
-is given *copies* of the leaves, made by a recorded op, and neither they nor the op's outputs are held during backward.
+A sample alone would exercise little: its inputs are leaves that the caller holds, so no tensor could be evicted.
+Therefore the op is given *copies* of the leaves, made by a recorded op, and neither they nor the op's outputs are held
+during backward.
 
 As a program, for one op, or for everything with each bucket in a process of its own:
     python -m tests.ops.sweep --op nn.functional.linear [--case float32/plain] [--verbose]
@@ -37,7 +38,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 BUCKETS = 64
-LIMIT = "8GB"  # far above any sample, but finite: only then are kinds proven at their first use (rule 7)
+LIMIT = "8GB"  # far above any sample, but finite: only then are kinds proven at their first use (rule 8)
 SAMPLES = {torch.float32: 6, torch.float64: 3, torch.bfloat16: 3, torch.complex64: 3}
 INPLACE_SAMPLES = {torch.float32: 6, torch.float64: 2, torch.bfloat16: 2, torch.complex64: 2}
 DOUBLE_SAMPLES = {torch.float32: 2}  # create_graph=True: the backward is recorded too
@@ -47,7 +48,7 @@ FILLED_WORDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PLAIN, INPLACE, DOUBLE, MODULE = "plain", "inplace", "double", "module"
 
 
-# ---- what is compared --------------------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 class Bits(NamedTuple):
@@ -59,7 +60,7 @@ class Bits(NamedTuple):
 
 
 def bits(value: Any) -> Any:
-    """A copy outside torch's memory. What is not a tensor is given as its repr."""
+    """A copy outside torch's memory. An object that is no tensor is given as its repr."""
     if not isinstance(value, torch.Tensor):
         return repr(value) if isinstance(value, bool | int | float | complex | str | None) else type(value).__name__
     with torch.no_grad():
@@ -81,7 +82,7 @@ def bits(value: Any) -> Any:
 
 
 class Result(NamedTuple):
-    """What one run left behind, by name."""
+    """The results of one run, by name."""
 
     entries: dict[str, Any]
 
@@ -114,7 +115,7 @@ class Case:
     way: str
     index: int
     call: Callable[..., Any]
-    sample: tuple[Any, ...]  # what `call` is given, with leaves in it
+    sample: tuple[Any, ...]  # the arguments of `call`, with leaves in them
     finish: Callable[[Any], Any] = lambda out: out
 
     @property
@@ -135,7 +136,7 @@ def _seed_all(seed: int) -> None:
 @contextmanager
 def quiet_op() -> Iterator[None]:
     """Around the op and nothing else: the database calls deprecated, experimental and not deterministic variants on
-    purpose, and each of them warns (UserWarning, FutureWarning, DeprecationWarning). What memmgr says stays an error."""
+    purpose, and each of them warns (UserWarning, FutureWarning, DeprecationWarning). memmgr's warnings stay errors."""
     with warnings.catch_warnings():
         for kind in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.simplefilter("ignore", kind)
@@ -309,7 +310,7 @@ def run(case: Case) -> Result:
 
 def _run(case: Case, sample: Any, leaves: list[torch.Tensor], found: dict[str, Any]) -> None:
     def made(t: Any) -> Any:
-        # What the op sees is an intermediate result that nobody else holds: it can leave, and be made again.
+        # The op's input is an intermediate result that only memmgr holds: it can be evicted, and made again.
         if not isinstance(t, torch.Tensor) or not t.requires_grad or t.layout is not torch.strided or t.is_nested:
             return t
         part = t.untyped_storage().nbytes() != t.numel() * t.itemsize
@@ -351,13 +352,13 @@ def _run(case: Case, sample: Any, leaves: list[torch.Tensor], found: dict[str, A
 
 @dataclass
 class Report:
-    """What a sweep found."""
+    """Results of a sweep."""
 
     same: int = 0
     raised: list[str] = field(default_factory=list)  # the sample raises, with and without memmgr
     nondeterministic: list[str] = field(default_factory=list)  # two unmanaged runs differ
     skipped: list[str] = field(default_factory=list)
-    different: dict[str, str] = field(default_factory=dict)  # case -> what differs
+    different: dict[str, str] = field(default_factory=dict)  # case -> the difference
     stats: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -397,7 +398,7 @@ def _differences(want: Result, got: Result) -> list[str]:
 
 
 def fill_free_memory(value: int = 1) -> None:
-    """Leaves ones where small blocks are free: an op that reads what nobody wrote gives other bits then."""
+    """Leaves ones where small blocks are free: an op that reads unwritten memory then gives other bits."""
     blocks = [torch.full((words,), value, dtype=torch.int32) for words in FILLED_WORDS for _ in range(16)]
     del blocks
 
@@ -406,7 +407,7 @@ _frozen = False
 
 
 def freeze_heap() -> None:
-    """Opening a budget collects garbage and takes stock of the heap; what the databases made need not be walked again."""
+    """Opening a budget collects garbage and walks the heap; objects made by the databases need not be walked again."""
     global _frozen
     if not _frozen:
         gc.collect()

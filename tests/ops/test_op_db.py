@@ -58,7 +58,7 @@ def test_same_bits(bucket: int) -> None:
 
 
 def test_lstsq_is_as_the_list_says() -> None:
-    assert set(NOT_DETERMINISTIC) <= {"linalg.lstsq", "linalg.lstsq.grad_oriented"}  # what is shown here
+    assert set(NOT_DETERMINISTIC) <= {"linalg.lstsq", "linalg.lstsq.grad_oriented"}  # the ones shown here
     assert lstsq_reads_unwritten_memory() == bool(NOT_DETERMINISTIC)
 
 

@@ -1,4 +1,5 @@
-// What extensions do behind the dispatcher: they take an address, allocate through torch, and go on with the address.
+// Accesses of extensions behind the dispatcher: they take an address, allocate through torch, and go on with the
+// address.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
@@ -91,7 +92,7 @@ at::Tensor op_sum(const at::Tensor& t) {
   return out;
 }
 
-// Of the tensor that it was last given to keep.
+// Sum of the tensor that it was last given to keep.
 at::Tensor op_sum_of_kept(const at::Tensor& t, bool keep) {
   static auto* kept = new at::Tensor;
   const at::Tensor out = op_sum(kept->defined() ? *kept : t);

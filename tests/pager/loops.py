@@ -1,4 +1,4 @@
-"""What test_loops.py runs, each in a process of its own: what other tests leave behind counts against a budget."""
+"""Programs of test_loops.py, each in a process of its own: bytes left behind by other tests count against a budget."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def weights() -> int:
 
 
 def settled() -> None:
-    """Whoever plans has planned."""
+    """Waits until the planner has ended."""
     runtime: Any = _budget.current()
     if runtime is None:
         return
@@ -99,7 +99,7 @@ def reads() -> dict[str, Any]:
 
     def read(**options: Any) -> int:
         model, figures = decoder(), []
-        pager.load().count_ticks(3000)  # what ops take hangs on what they are, not on what else the machine does
+        pager.load().count_ticks(3000)  # the time of an op depends on the op alone, not on other work of the machine
         with memmgr.budget(int(weights() * 0.7), quiet=True, **options) as mm:
             pager.load().set_link(1e-9)
 
@@ -117,7 +117,7 @@ def reads() -> dict[str, Any]:
 
 
 def prompts() -> dict[str, Any]:
-    """Bytes that are read by what comes between turns and is none of them: more tokens at once; with plans and without."""
+    """Bytes read by ops between turns (more tokens at once); with plans and without."""
 
     def read(**options: Any) -> tuple[list[Tensor], int, int]:
         model = decoder()
@@ -136,7 +136,9 @@ def prompts() -> dict[str, Any]:
 
 
 def returning() -> dict[str, Any]:
-    """A loop, and between its tokens something long that is no turn of it: turns with a plan in each round, and what the first reads ahead."""
+    """A loop, and between its tokens a long part that is no turn of it: turns with a plan in each round, and the
+    prefetches of the first.
+    """
 
     def run(each: Callable[[], None] = lambda: None) -> list[Tensor]:
         model, other = decoder(), Decoder(3 * LAYERS).eval()
@@ -280,7 +282,7 @@ def several() -> dict[str, Any]:
 
 
 def threads() -> dict[str, Any]:
-    """Threads that call the same model: what they do together does not repeat itself."""
+    """Threads that call the same model: their combined sequence of ops does not repeat."""
     model, x = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]), torch.ones(1, WIDTH)
     with torch.no_grad():
         plain = model(x)

@@ -1,4 +1,4 @@
-"""Trainings under plans: the same one with and without a budget, and what the pager counted."""
+"""Trainings under plans: the same one with and without a budget, and the pager's counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TICKS = 3000  # about a microsecond for each look at the clock
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tensors count, and what ops take hangs on what they are, not on what else the machine does."""
+    """Small tensors count, and the time of an op depends on the op alone, not on other work of the machine."""
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "16384")
     native = pager.load()
     native.count_ticks(TICKS)
@@ -61,7 +61,7 @@ def run(make: Callable[[], models.Training], steps: int, each: Callable[[int], N
 
 @functools.cache
 def plain(make: Callable[[], models.Training]) -> Any:
-    """What is trained without a budget."""
+    """The state after training without a budget."""
     return trained(make, STEPS)
 
 
@@ -89,5 +89,5 @@ def under(
             figures.append(mm.stats())
 
         training, losses = run(make, steps, each)
-    figures.append(mm.stats())  # bits are read afterwards: numpy has what it reads in memory
+    figures.append(mm.stats())  # bits are read afterwards: numpy keeps tensors that it reads in memory
     return (losses, bits(training)), figures, limit

@@ -1,8 +1,9 @@
-"""Trains a model whose states do not fit, in a process of its own: what others have left would count against the budget.
+"""Trains a model whose states do not fit, in a process of its own: bytes left behind by others would count against the
+budget.
 
     python states_child.py '{"share": 0.4, "tokens": 64, "keep": false, ...}'
 
-Prints `memmgr.stats()`, and what the summary says, as one JSON object.
+Prints `memmgr.stats()`, and the summary, as one JSON object.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_what_stays_of_a_mask_counts_and_ends_with_it() -> None:
         assert residency(mask) == "resident"
         assert mm.stats()["resident_bytes.current"] == before
         pager.take_away(mask, 0)
-        mask.add_(x)  # a write to what is packed
+        mask.add_(x)  # a write to a packed tensor
         assert torch.equal(mask, want + x)
         mask = torch.bernoulli(torch.full((N,), 0.5))
         pager.take_away(mask, 0)

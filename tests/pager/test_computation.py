@@ -1,4 +1,4 @@
-"""What a thread of ours computes ends where another says so: at once, in its own frames, and in nobody else's."""
+"""A computation in a thread of ours ends when another thread stops it: at once, in its own frames, and in no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from memmgr import _threads
 from memmgr.native import pager
 
-pytestmark = pytest.mark.timeout(60)  # what does not end waits for good
+pytestmark = pytest.mark.timeout(60)  # a computation that does not end waits for ever
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: Non
 
 
 def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python throws the exception away there, and whoever closed the budget waited for good."""
+    """Python throws the exception away there, and the thread that closed the budget waited for ever."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     computation = _threads.Computation(pager.load(), __name__)
@@ -90,7 +90,7 @@ def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch
 def begun(
     computation: _threads.Computation, compute: Callable[[], None]
 ) -> tuple[threading.Thread, list[type[BaseException]]]:
-    """Its thread, and what ends it there."""
+    """Its thread, and the exception that ended it."""
     told: list[type[BaseException]] = []
 
     def run() -> None:
@@ -120,7 +120,7 @@ class Holder:
 
 
 def test_finalizers_of_others_are_not_cut_short(quick_switches: None) -> None:
-    """The collector runs them in whatever thread it likes, also in one whose computation is told to end."""
+    """The collector runs them in any thread, also in one whose computation is being stopped."""
     user: dict[str, Any] = {"__name__": "user"}
     exec(OF_A_USER, user)
 

@@ -26,7 +26,7 @@ WIDTH = 128
 
 @pytest.fixture(autouse=True)
 def _counted() -> Iterator[None]:
-    """What ops take hangs on what they are, not on what else the machine does."""
+    """The time of an op depends on the op alone, not on other work of the machine."""
     native = pager.load()
     native.count_ticks(TICKS)
     yield
@@ -67,7 +67,7 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
 
 
 def settled() -> list[str]:
-    """The plan that is being made is there; what went wrong with any."""
+    """Waits for the plan that is being made; returns the errors of all plans."""
     runtime: Any = _budget.current()
     runtime.plans.wait()
     return [text for text in runtime.plans.errors() if text != "no schedule fits"]
@@ -90,7 +90,7 @@ def need(make: Callable[[], Any]) -> int:
 
 
 def limit_of(make: Callable[[], Any], share: float) -> int:
-    """A budget of so much of its need, beyond what other tests have left behind."""
+    """A budget of so much of its need, beyond the bytes left behind by other tests."""
     there = bytes_already_there()
     return int((need(make) - there) * share) + there
 
@@ -212,10 +212,10 @@ def test_forked_children_read_all_that_a_followed_cycle_has_away() -> None:
 
 @pytest.mark.parametrize("after", [3, 40])
 def test_a_write_that_fails_while_a_cycle_is_followed(after: int) -> None:
-    """What could not be written stays, and another time it can."""
+    """A tensor whose write failed stays, and can be evicted another time."""
 
     def fail(loop: Loop, number: int) -> None:
-        # Again in each step until one is met: what fails may be a write that nobody waits for any more.
+        # Again in each step until one is met: the failed write may be one that no op waits for any more.
         if (runtime := _budget.current()) is not None and number >= 3 and not runtime.native.stats()["tier_errors"]:
             runtime.native.tier_inject(errno.ENOSPC, after, 0, 0)
 

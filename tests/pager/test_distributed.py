@@ -1,7 +1,8 @@
-"""Rules 3 and 9 between two ranks (gloo): what backends and reducers read outside of ops stays, and goes free again.
+"""Rules 3 and 9 between two ranks (gloo): tensors that backends and reducers read outside of ops stay pinned, and are
+unpinned afterwards.
 
 Each test is a group of cases in two processes: ``python -m pager.test_distributed GROUP RANK FOLDER``. A case runs
-unmanaged, with everything leaving after every op, and under 0.6 of its peak: the same bits, and no pin after a step.
+unmanaged, with every tensor evicted after every op, and under 0.6 of its peak: the same bits, and no pin after a step.
 """
 
 from __future__ import annotations
@@ -75,13 +76,14 @@ def no_pins() -> None:
         return
     pager = native.load()
     deadline = time.monotonic() + 2
-    while True:  # a backend's thread tells whoever waits before it says that the Work is done
+    while True:  # a backend's thread wakes the waiting thread before it marks the Work as done
         pager.drain()
         if pager.stats()["works_in_flight"] == 0 or time.monotonic() > deadline:
             break
         time.sleep(0.001)
     assert pager.stats()["works_in_flight"] == 0
-    # What has handed its address out stays while it lives, by rule 9: torch reads a gathered object through numpy.
+    # A tensor whose address was handed out stays while it lives, by rule 9: torch reads a gathered object through
+    # numpy.
     pinned = [cell for cell in pager.cells() if cell["pins"] and not cell["small"] and not cell["escaped"]]
     assert not pinned, pinned
 
@@ -133,7 +135,7 @@ def ddp_bucket_views(seed: int, scope: Scope) -> Record:
 
 @same_bits("ddp")
 def ddp_bucket_views_that_stay(seed: int, scope: Scope) -> Record:
-    """Buckets are made anew in the second forward, and take over what gradients there are."""
+    """Buckets are made anew in the second forward, and take over existing gradients."""
     record, model = Record(), _ddp(gradient_as_bucket_view=True)
     opt = cases.adamw(model)
     with scope():
@@ -156,7 +158,7 @@ class _SometimesUnused(nn.Module):
 
 @same_bits("ddp")
 def ddp_unused_parameters_with_gradients(seed: int, scope: Scope) -> Record:
-    """What `no_sync` has accumulated is looked at in a backward that does not reach its parameters."""
+    """Gradients accumulated under `no_sync` are looked at in a backward that does not reach its parameters."""
     model = _ddp(_SometimesUnused(), find_unused_parameters=True)
 
     def step(i: int, model: Any) -> torch.Tensor:
@@ -237,7 +239,7 @@ def distributed_checkpoint(folder: Path) -> None:
         kept, states = get_state_dict(model, opt)
         dcp.save({"model": kept, "optimizer": states}, checkpoint_id=folder / "checkpoint")
         no_pins()
-        # But for what objects were sent in: that is gone when the backend's thread has let go of it.
+        # Except for the buffer that objects were sent in: it is freed when the backend's thread has released it.
         deadline = time.monotonic() + 5
         while pager.stats()["escaped_bytes"] and time.monotonic() < deadline:
             gc.collect()
@@ -301,7 +303,7 @@ def one_forward_one_backward(seed: int, scope: Scope) -> Record:
 
 
 def _late(collective: Callable[[torch.Tensor], Any], check: Callable[[torch.Tensor], None]) -> None:
-    """Rank 0 has begun, rank 1 comes later: what rank 0 gave stays meanwhile, though everything else leaves."""
+    """Rank 0 has begun, rank 1 comes later: rank 0's tensor stays in the meantime, though all others are evicted."""
     pager = native.load()
     with memmgr.budget("1GB", policy="torture", quiet=True):
         tensor = torch.arange(4096, dtype=torch.float32) * (dist.get_rank() + 1)
@@ -309,7 +311,7 @@ def _late(collective: Callable[[torch.Tensor], Any], check: Callable[[torch.Tens
             time.sleep(0.3)
         work = collective(tensor)
         if dist.get_rank() == 0:
-            for _ in range(20):  # would lay poison over what leaves
+            for _ in range(20):  # would fill freed memory with poison
                 torch.ones(4096).add_(1)
             assert pager.take_away(tensor) == 0
         work = work.wait() and None

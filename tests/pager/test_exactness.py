@@ -1,4 +1,6 @@
-"""What leaves although the program holds it, under each policy: the same bits (rule 1). The rest is in tests/exactness."""
+"""Tensors that are evicted although the program holds them, under each policy: the same bits (rule 1). The rest is in
+tests/exactness.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def test_same_bits_under_each_policy(policy: str) -> None:
 
 
 def test_same_bits_near_the_floor() -> None:
-    """A tenth above the smallest budget that the run says it could have, far below what it takes unmanaged."""
+    """A tenth above the smallest budget that the run reports, far below its unmanaged peak."""
     fn = cases.CASES["lstm_cell_loop"].fn
     assert need(fn).limit(0.0) < need(fn).limit(0.5)
     check(fn, "auto@0")
@@ -73,7 +75,7 @@ def test_model_states_leave(name: str) -> None:
 
 
 def test_what_the_program_holds_leaves(large_only: None, beyond: Callable[[str], int]) -> None:
-    """Twenty hidden states in a list are 20 MB; 8 MB are enough, since whoever holds them, the bytes may go."""
+    """Twenty hidden states in a list are 20 MB; 8 MB are enough, since held tensors can be evicted, too."""
 
     def run() -> list[bytes]:
         torch.manual_seed(0)

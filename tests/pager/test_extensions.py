@@ -248,7 +248,7 @@ WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_counts(extension: Any, pager: native.Pager, name: str) -> None:
-    """Clean zeros that are away: they come back, the copy below is void, and what was made from them is kept."""
+    """Clean zeros that are absent: they are restored, the tier's copy is void, and tensors made from them are kept."""
     t = torch.zeros(N)
     y = t * nn.Parameter(torch.ones(1))
     pager.take_away(y, 0)

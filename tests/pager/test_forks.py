@@ -1,4 +1,6 @@
-"""Forked children: what their parent had away comes back there, from what they inherited; and nothing else is done."""
+"""Forked children: tensors that were absent in the parent are restored there, from inherited bytes; the child does no
+other work of memmgr's.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class Child:
 
 
 def _both_ways(pager: native.Pager) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A root, what was made from it and dropped, and what lies in the file."""
+    """A root, a tensor made from it and dropped, and a tensor in the file."""
     root = nn.Parameter(_numbers())
     for _ in range(2):  # the second of its kind is trusted
         evicted = (root * 2.5).detach()
@@ -148,7 +150,7 @@ def test_a_child_takes_memory_of_its_own_and_lets_go_of_nothing(pager: native.Pa
 
 
 def test_the_parent_goes_on_while_a_child_reads(pager: native.Pager) -> None:
-    """Its file is the child's, too: what it gives back is not written anew under the child's eyes."""
+    """Its file is the child's, too: room that it gives back is not overwritten while the child can read it."""
     away = [_numbers() + i for i in range(8)]
     want = [t.clone() for t in away]
     assert all(pager.take_away(t, 1) > 0 for t in away)
@@ -183,7 +185,7 @@ def test_a_child_has_no_budget_of_its_own(pager: native.Pager) -> None:
     def body() -> None:
         _opens(LIMIT)
         _opens(LIMIT)
-        assert away[3].item() == 5.5  # and what it inherited is as it was
+        assert away[3].item() == 5.5  # and the inherited tensor has its old bytes
 
     Child(body).ends_well()
 
@@ -218,7 +220,9 @@ def test_but_it_has_where_there_was_none_yet() -> None:
 
 
 def test_a_fork_amid_other_threads_ops(beyond: Callable[[str], int]) -> None:
-    """Whatever they were doing: nobody in the child waits for them, and what they moved is there or away, never half."""
+    """In any state of theirs: no thread in the child waits for them, and a tensor that they moved is resident or
+    absent, never half.
+    """
     stop = threading.Event()
     errors: list[BaseException] = []
 

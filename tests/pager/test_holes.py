@@ -1,4 +1,4 @@
-"""What a hostile tester found: each wrong, dead or hanging without the rule that it names."""
+"""Findings of a hostile tester: each gave wrong bits, a crash or a hang without the rule that it names."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_indices_and_lengths_that_are_away() -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "torture"])
 def test_a_budget_ends_while_another_thread_runs_ops(policy: str, beyond: Callable[[str], int]) -> None:
-    """No op of it is about to pin what the end takes away, and all comes back (rule 13)."""
+    """No op of it is about to pin tensors that the end takes away, and all are restored (rule 13)."""
     limit = beyond("600kB") if policy == "auto" else "1GB"
     for _ in range(25):
         tensors = [torch.ones(200, 200) for _ in range(6)]
@@ -119,7 +119,7 @@ print("survived")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("made", ["inside", "before"])
 def test_memory_that_is_freed_by_asking_for_the_allocator_again(made: str) -> None:
-    """oneDNN's tensors end by whatever allocator is in place then, which is another one than they came from."""
+    """oneDNN's tensors are freed by the allocator in place at that time, which is another one than they came from."""
     done = forkserver.run([sys.executable, "-c", MKLDNN, made], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "survived" in done.stdout, done.stderr
 
@@ -239,7 +239,7 @@ def test_profilers_note_addresses_outside_of_ops(what: str, tmp_path: Path) -> N
     assert "memmgr" not in done.stderr, done.stderr[:3000]
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11's, whoever looks at them
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11's, for any reader
 @pytest.mark.parametrize("begins", ["before the budget", "in it", "in it, and goes on after it"])
 def test_a_profiler_hears_every_op(begins: str) -> None:
     """Torch's callbacks of the thread that opens a budget rest while nobody else has one (rule 12)."""
@@ -278,7 +278,7 @@ def profile_again() -> Any:
 
 
 def test_a_budget_that_opens_inside_of_vmap() -> None:
-    """It outlives the level, whose guards put back what they have found."""
+    """The budget outlives the level, whose guards restore the state that they found."""
     x, z = torch.randn(4, 4096), torch.ones(4096)
     with contextlib.ExitStack() as opened:
 
@@ -294,7 +294,7 @@ def test_a_budget_that_opens_inside_of_vmap() -> None:
 
 
 def test_the_trap_is_back_when_the_profiler_has_ended() -> None:
-    """Also for what left before it began, or while it ran."""
+    """Also for tensors evicted before it began, or while it ran."""
     before, while_it_ran = torch.ones(4096) + 0, torch.ones(4096) + 0
     with memmgr.budget("1GB", quiet=True):
         native = memmgr.native.pager.load()
@@ -433,7 +433,7 @@ for _ in range(2):
 
 
 def test_bytes_that_are_needed_go_below_where_the_op_that_writes_leaves_no_room(beyond: Callable[[str], int]) -> None:
-    """Rule 4's copy: beside what the op has pinned there is no room for it, and no other cell could leave."""
+    """Rule 4's copy: the op's pinned tensors leave no room for it, and no other cell can be evicted."""
     with memmgr.budget("1GB", quiet=True) as mm:
         native = memmgr.native.pager.load()
         x, z = torch.arange(1e6), torch.ones(1_000_000)
@@ -535,13 +535,13 @@ with concurrent.futures.ThreadPoolExecutor(2) as pool:
 
 
 def test_an_executors_idle_threads_wait() -> None:
-    """Many programs have some; what their graphs have saved is looked at all the same."""
+    """Many programs have some. Tensors that their graphs have saved are examined all the same."""
     done = forkserver.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 class Blocked:
-    """A thread that runs `body`, which calls what it is given and is held there."""
+    """A thread that runs `body`, which calls its argument and is held there."""
 
     def __init__(self, body: Callable[[Callable[[], None]], None]) -> None:
         self._inside, self._go = threading.Event(), threading.Event()
@@ -575,7 +575,7 @@ def _in_backward(stay: Callable[[], None]) -> None:
 
 
 def test_nobody_reads_gradients_while_another_thread_puts_some_in_place() -> None:
-    """Backward does without the GIL: what is found has died, and torch's heap is destroyed."""
+    """Backward does that without the GIL: a gradient that was just found may be freed, and torch's heap is destroyed."""
     native = memmgr.native.pager.load()
     w = nn.Parameter(torch.ones(64, 64))
     (w * 1).sum().backward()

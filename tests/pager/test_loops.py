@@ -1,4 +1,6 @@
-"""Plans without a backward: a turn of the program's loop is the period, and what the next one reads comes back by its order."""
+"""Plans without a backward: a turn of the program's loop is the period, and the tensors that the next one reads are
+prefetched in its order.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pager import loops
 
 
 def alone(what: str) -> dict[str, Any]:
-    """What a function of loops.py says, in a process of its own."""
+    """The result of a function of loops.py, in a process of its own."""
     done = forkserver.run(
         [sys.executable, "-W", "error::RuntimeWarning", str(Path(loops.__file__)), what],
         capture_output=True,
@@ -36,7 +38,7 @@ def test_a_token_is_a_period_though_its_cache_grows() -> None:
 
 
 def test_weights_that_stay_are_not_scanned() -> None:
-    """Malloc's own order lets go of what comes next; the plan keeps what fits and streams the rest."""
+    """Malloc's own order evicts the tensor that is used next; the plan keeps as many as fit and streams the rest."""
     got = alone("reads")
     assert 0 < got["planned"] < 0.8 * got["without"]
 
@@ -74,7 +76,7 @@ def test_threads_that_call_the_same_model() -> None:
 
 
 def test_a_turn_begins_where_the_program_does_most_between_two_ops() -> None:
-    """What chooses the next token: so a new prompt begins with a turn, wherever the loop was found."""
+    """The code that chooses the next token: so a new prompt begins with a turn, wherever the loop was found."""
     got = alone("alignment")
     assert got["first"] == got["most"] > 0.04
 
@@ -84,7 +86,7 @@ def test_a_loop_that_comes_back_has_its_plan_at_once() -> None:
     got = alone("returning")
     assert got["same"] and got["within"]
     for planned, ahead in got["between"][0::3]:
-        assert planned >= 1 and ahead >= 2  # of two turns, one began with what came between
+        assert planned >= 1 and ahead >= 2  # of two turns, one began with the ops in between
     for planned, ahead in got["between"][1::3]:
         assert planned == 3 and ahead >= 3
 

@@ -288,7 +288,7 @@ def test_names_through_a_random_life(seed: int) -> None:
         living.clear()
 
 
-# ---- who asks ----
+# ---- callers ----
 
 
 @pytest.mark.parametrize("when", ["in", "opens", "closes"])
@@ -340,7 +340,9 @@ def test_patch_stays_while_a_name_differs_from_its_address() -> None:
 
 @pytest.mark.parametrize("module", NAMERS)
 def test_callers_exist(module: str) -> None:
-    """What is called otherwise in another version would get real addresses: what it looks at would be pinned for good."""
+    """A function with another name in another version would get real addresses, and its tensors would be pinned for
+    ever.
+    """
     if not importlib.util.find_spec(module.partition(".")[0]):
         pytest.skip("not installed")
     try:

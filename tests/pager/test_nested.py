@@ -117,7 +117,7 @@ def test_sizes_of_many_parts_give_the_same_bits(name: str) -> None:
 
 
 def test_sizes_stay_and_the_bytes_leave() -> None:
-    """What they describe is paged as ever."""
+    """The tensors that they describe are paged as always."""
     with memmgr.budget("1GB", device="cpu", quiet=True):
         nested = torch.nested.nested_tensor([part.repeat(1, 8) for part in _parts()]) * 2.0
         plain = _padded(nested).clone()

@@ -1,4 +1,4 @@
-"""Rule 7: what is made again is made under the numeric switches of its recipe, and they are left as the program has them.
+"""Rule 7: an op runs again under the numeric switches of its recipe, and they are left as the program has them.
 
 Whether a switch changes bits depends on the CPU (tests/exactness/test_hostile.py); the default dtype changes them on all.
 """
@@ -90,7 +90,7 @@ def test_a_recipe_runs_under_its_switches_and_leaves_them_as_they_were(name: str
 
 @pytest.mark.parametrize("name", [name for name in SWITCHES if name != "gradients"])
 def test_an_op_under_other_switches_is_another_kind(name: str) -> None:
-    """Or what is known of it under some would be believed under others."""
+    """Otherwise trust earned under some switches would count under others."""
     get, put, other = SWITCHES[name]
     before = get()
     native = pager.load()

@@ -24,7 +24,7 @@ def opened() -> Iterator[Pager]:
 
 @contextmanager
 def _filling(asked: list[str]) -> Iterator[None]:
-    """Another thread fills a tuple from a generator; whoever is asked for something in here lets it finish first."""
+    """Another thread fills a tuple from a generator; a function that is called in here lets it finish first."""
     begun, go, done = threading.Event(), threading.Event(), threading.Event()
     failed: list[BaseException] = []
 
@@ -86,7 +86,9 @@ def _known(native: Any) -> list[torch.Tensor]:
 
 
 def test_tuples_that_others_fill_are_left_alone() -> None:
-    """Who looks for all tensors must not hold a reference to what another thread is about to make of a generator."""
+    """A search for all tensors must not hold a reference to a tuple that another thread is about to fill from a
+    generator.
+    """
     looks: dict[str, Callable[[Any], Any]] = {
         "device": lambda native: _stock.live_tensors(_known(native), "cpu"),
         "state": lambda native: _stock.holders(native, "cpu", rest=native.resident_cells()),
@@ -115,7 +117,7 @@ def test_what_is_found_is_of_the_types_asked_for() -> None:
 
 
 def test_what_the_collector_knows_is_found_once_wherever_it_lies() -> None:
-    """In lists of any length, of each generation; also while a collection ends what others had made."""
+    """In lists of any length, of each generation; also while a collection frees objects of other threads."""
 
     class Mark:
         pass
@@ -152,9 +154,10 @@ def test_what_the_collector_knows_is_found_once_wherever_it_lies() -> None:
 
 
 def test_a_trial_holds_nothing_when_it_is_over() -> None:
-    """What it read is the program's alone again when the op returns, not when some thread gets to it: else the bytes of what
-    ends then stay, and the budget is spent for nothing."""
-    with memmgr.budget("1GB", quiet=True, verify=True):  # each is tried, whoever vouches for it
+    """The tensor that it read belongs to the program alone when the op returns, not when some thread has released it.
+    Otherwise the bytes of tensors that end then stay, and the budget is exhausted without need.
+    """
+    with memmgr.budget("1GB", quiet=True, verify=True):  # each is tried, although its family is trusted
         native = pager.load()
         holders = set()
         for i in range(300):  # each a kind of its own
@@ -164,4 +167,4 @@ def test_a_trial_holds_nothing_when_it_is_over() -> None:
             assert info is not None
             holders.add(info["holders"])
         assert native.stats()["trials"] >= 300
-    assert holders == {2}, holders  # the tensor's, and that of who asks
+    assert holders == {2}, holders  # the tensor's, and that of this function

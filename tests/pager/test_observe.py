@@ -1,4 +1,4 @@
-"""What the pager tells: figures that are counted once, passes, errors."""
+"""Figures of the pager: counted once; passes; errors."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def begun(make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, steps:
 
 
 def waiting(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What it returns, and how many slices it has made wait."""
+    """Its result, and how many slices it has made wait."""
     before = native.load().stats()["pending_slices"]
     return run(), native.load().stats()["pending_slices"] - before
 
@@ -99,7 +99,8 @@ def test_training(name: str, way: str, beyond: Callable[[str], int]) -> None:
         assert slices > 0, "nothing waited, so nothing was tested"
 
 
-# ---- who needs it ----------------------------------------------------------------------------------------------------
+# ---- readers of pending tensors
+# ----------------------------------------------------------------------------------------
 
 
 def _saved(t: torch.Tensor) -> Any:
@@ -274,7 +275,7 @@ def test_a_write_to_a_gradient_comes_after_the_step(beyond: Callable[[str], int]
 
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 def test_a_graph_from_before_the_step(way: str, beyond: Callable[[str], int]) -> None:
-    """As in plain torch: what it has saved has been changed, which a fused step does not tell."""
+    """As in plain torch: a saved tensor has been changed, which a fused step does not report."""
 
     def run() -> list[Any]:
         made = begun(**{way: True})
@@ -370,7 +371,7 @@ def test_what_fails_fails_where_it_is_needed(beyond: Callable[[str], int]) -> No
 
 
 def test_an_interrupt_comes_after_the_slice(beyond: Callable[[str], int]) -> None:
-    """Of a program that saves what it has when Ctrl-C comes: the slice is whole, and the interrupt where its reader is."""
+    """A program that saves its state when Ctrl-C comes: the slice is whole, and the interrupt is raised in its reader."""
     handler = signal.getsignal(signal.SIGINT)
     with memmgr.budget(beyond(LIMIT), quiet=True):
         t = torch.zeros(4096)
@@ -391,7 +392,7 @@ def test_an_interrupt_comes_after_the_slice(beyond: Callable[[str], int]) -> Non
 
 
 def test_a_slice_is_not_compiled(beyond: Callable[[str], int]) -> None:
-    """In a frame that Dynamo has given up on, what it calls is compiled; a step is not, as in plain torch."""
+    """In a frame that Dynamo has given up on, called functions are compiled; a step is not, as in plain torch."""
     graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -444,7 +445,7 @@ def test_a_step_that_cannot_be_fails_in_its_call(beyond: Callable[[str], int]) -
 
 
 def test_what_was_handed_out_does_not_wait(beyond: Callable[[str], int]) -> None:
-    """Whoever has an address reads without asking."""
+    """A reader with an address reads without an op."""
     want = begun().parameter().detach().clone()
     with memmgr.budget(beyond(LIMIT), quiet=True):
         made = begun(steps=0)
@@ -455,7 +456,7 @@ def test_what_was_handed_out_does_not_wait(beyond: Callable[[str], int]) -> None
 
 
 def test_what_is_pinned_does_not_wait(beyond: Callable[[str], int]) -> None:
-    """`memmgr.pin` is for who has an address that no reader has handed out."""
+    """`memmgr.pin` is for addresses that no reader has handed out."""
     with memmgr.budget(beyond(LIMIT), quiet=True):
         t = torch.zeros(4096)
         with memmgr.pin(t):
@@ -567,7 +568,9 @@ def _broken(data: torch.Tensor) -> tuple[Callable[[], None], list[torch.Tensor]]
 
 
 def test_what_fails_where_nobody_can_be_told(beyond: Callable[[str], int]) -> None:
-    """Before a fork, and at the first op of a thread that was not seen: who needs it is, and the rest is done."""
+    """Before a fork, and at the first op of a thread that was not seen: the op that needs the result gets the error,
+    and the rest is done.
+    """
 
     def fork() -> None:
         if (child := os.fork()) == 0:
@@ -607,7 +610,7 @@ def test_what_fails_at_the_end_of_a_budget(beyond: Callable[[str], int]) -> None
 
 
 def test_threads_that_step_the_same_parameters(beyond: Callable[[str], int]) -> None:
-    """Hogwild: what is in the parameters is anybody's guess, but no step is lost."""
+    """Hogwild: the values of the parameters are not determined, but no step is lost."""
     with memmgr.budget(beyond(LIMIT), quiet=True):
         made = begun()
         optimizers = [torch.optim.AdamW(made.model.parameters(), fused=True) for _ in range(3)]
@@ -626,7 +629,9 @@ def test_threads_that_step_the_same_parameters(beyond: Callable[[str], int]) -> 
 
 
 def test_small_tensors_do_not_wait(monkeypatch: pytest.MonkeyPatch, beyond: Callable[[str], int]) -> None:
-    """They never leave, so who has looked at one since before the budget sees the step when it is done."""
+    """They are never evicted, so code that reads one sees the step when it is done, also through references from before
+    the budget.
+    """
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "1000")  # a bias has 384 bytes
     want = bits(list(begun().model)[-2].bias)
     made = begun(steps=0)
@@ -637,7 +642,7 @@ def test_small_tensors_do_not_wait(monkeypatch: pytest.MonkeyPatch, beyond: Call
 
 
 def test_threads_meet_at_one_slice(beyond: Callable[[str], int]) -> None:
-    """Four read what one of them has to make; whoever waits does not hold the GIL."""
+    """Four read tensors that one of them has to make; a waiting thread does not hold the GIL."""
     want = [bits(p) for p in begun().model.parameters()]
     for _ in range(5):
         with memmgr.budget(beyond(LIMIT), quiet=True):

@@ -1,4 +1,4 @@
-"""Measured periods, their plans, and the pager following them: the same bits, the budget, and what a plan is for."""
+"""Measured periods, their plans, and the pager following them: the same bits, the budget, and the gain of a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_plan_is_followed_with_the_same_bits(model: str, policy: str) -> None:
 
 
 def test_a_plan_makes_less_again_than_malloc_does_for_itself() -> None:
-    """An LSTM's chains are what malloc's own order is bad at."""
+    """Malloc's own order is bad at an LSTM's chains."""
     _, planned, _ = under(models.MODELS["lstm"], 0.5, "evict")
     _, alone, _ = under(models.MODELS["lstm"], 0.5, "evict", _plan=False)
 
@@ -62,7 +62,7 @@ def test_a_plan_makes_less_again_than_malloc_does_for_itself() -> None:
 
 
 def test_a_fork_while_copies_are_under_way() -> None:
-    """Nobody waits for the tier in a way that the fork has closed, and the child reads what it inherits."""
+    """No thread waits for the tier in a way that the fork has closed, and the child reads inherited bytes."""
     make = models.MODELS["gpt"]
     children = []
 
@@ -178,7 +178,9 @@ def moved(figures: list[dict[str, Any]]) -> int:
 
 @pytest.mark.parametrize("share", [0.7, 0.45, 0.3])
 def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
-    """One that reaches over the end of the period: what it begins with comes back before its op, in the plan's order."""
+    """A plan that reaches over the end of the period: tensors from the begin are read before their ops, in the plan's
+    order.
+    """
     got, figures, limit = under(States, share, "offload")
     assert got == plain(States)
     now, before = figures[STEPS - 1], figures[STEPS - 2]
@@ -266,7 +268,8 @@ def test_of_plans_that_begin_alike_the_one_leads_that_has_come_after_this_period
                 native.add_plan(hashes, b"", writes, b"", b"", b"")
     of_each = [now["write_backs"] - before["write_backs"] for before, now in itertools.pairwise(figures)]
     assert figures[-1]["planned_passes"] - figures[STEPS - 1]["planned_passes"] == 4
-    # The other one writes what the first op has met. Fewer are a slow disk's: what is on its way is not written again.
+    # The other one writes tensors that the first op has touched. Fewer are a slow disk's: a write under way is not
+    # begun again.
     assert 0 < max(of_each[STEPS - 1 :]) <= max(of_each[: STEPS - 1])
 
 
@@ -340,7 +343,7 @@ def test_what_is_measured_as_a_cycle_gets_the_whole_budget() -> None:
 
 
 class Gathered(models.Training):
-    """As FSDP2 has it: what a layer needs is gathered into storages that are resized before it and empty after it."""
+    """As FSDP2 does: a layer's parameters are gathered into storages that are resized before it and empty after it."""
 
     LAYERS, EACH = 10, 4
 
@@ -434,7 +437,7 @@ def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.M
 
 
 class Tree(models.Training):
-    """A tree LSTM: many small ops, most of what is made again hangs on what the program has let go of."""
+    """A tree LSTM: many small ops. Most recomputations depend on tensors that the program has released."""
 
     def __init__(self) -> None:
         model = TreeLSTM(64)
@@ -455,8 +458,9 @@ class Dense(models.Training):
     ("make", "policy", "share"), [(Tree, "evict", 0.45), (Dense, "evict", 0.5), (Dense, "auto", 0.4)]
 )
 def test_a_plan_is_done_as_it_says(make: type[models.Training], policy: str, share: float) -> None:
-    """Nothing is dropped before what is made of it, nor stays after that; what the plan has away goes again when it has
-    come along, and what later groups read is what stays for them."""
+    """No tensor is dropped before its dependents are made, or stays after that. A tensor that the plan has evicted and
+    that is made as an intermediate is dropped again, and one that later groups read stays for them.
+    """
     torch.manual_seed(0)
     training = make()
     limit = int(need(make) * share)

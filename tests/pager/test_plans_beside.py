@@ -1,4 +1,4 @@
-"""A training while its plan is made in another process: what ends that process, or the budget, ends nothing else."""
+"""A training while its plan is made in another process: the end of that process, or of the budget, ends nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights: what torch's quantized modules hold is in objects of C++, which no argument of an op shows."""
+"""Packed weights: torch's quantized modules hold them in objects of C++, which no argument of an op shows."""
 
 from __future__ import annotations
 

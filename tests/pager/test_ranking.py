@@ -47,7 +47,7 @@ def limit(share: float) -> int:
 
 
 def newest_first(c: Candidates) -> Any:
-    """A filter of a user's own: what was touched last leaves first."""
+    """A user's own filter: the tensor touched last is evicted first."""
     return np.asarray(c.staleness_seconds, dtype=np.float64)
 
 
@@ -99,7 +99,7 @@ def test_a_policy_that_fails_costs_its_order_only() -> None:
 
 @pytest.mark.parametrize("policy", ["capuchin", "delta_taco"])
 def test_published_planners_are_followed(policy: str) -> None:
-    steps = 2 * STEPS  # what the machine does beside decides after which step there is a plan
+    steps = 2 * STEPS  # other work of the machine decides after which step there is a plan
     losses, stats, runtime = trained(steps, limit=limit(0.7), policy=policy)
     assert losses == trained(steps)[0]
     assert stats["plans"] > 0 and stats["planned_passes"] > 0, runtime.plans.errors()
@@ -108,7 +108,7 @@ def test_published_planners_are_followed(policy: str) -> None:
 
 @pytest.mark.parametrize("placement", ["window", "score", "dte", "window+apart", "window+strict", "remap+apart"])
 def test_placement(placement: str) -> None:
-    """Who leaves may be chosen by where it lies (Coop): the same bits, and the budget."""
+    """Victims may be chosen by address (Coop): the same bits, and the budget."""
     losses, stats, _ = trained(limit=limit(0.6), policy="lru+auto", _placement=placement)
     assert losses == trained()[0]
     assert 0 < stats["resident_bytes.peak"] <= stats["budget_bytes"]

@@ -1,4 +1,4 @@
-"""Rule 9 for what programs do with tensors beside ops: saving, sharing, other layouts, scripts, writes to storages."""
+"""Rule 9 for uses of tensors outside of ops: saving, sharing, other layouts, scripts, writes to storages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STORAGE_WRITES: dict[str, Callable[[torch.UntypedStorage], Any]] = {
 
 @pytest.mark.parametrize("name", STORAGE_WRITES)
 def test_a_write_to_a_storage_counts(pager: native.Pager, name: str) -> None:
-    """What is evicted has the old bytes, what comes after the new ones, and no copy below is taken for them."""
+    """An evicted tensor has the old bytes, later ones the new, and the tier's old copy is not used for them."""
     plain = _numbers()
     STORAGE_WRITES[name](plain.untyped_storage())
     x = _numbers() + 0
@@ -156,7 +156,7 @@ def _double(queue: Any, done: Any) -> None:
 
 
 def test_a_queue_shares_the_bytes(pager: native.Pager) -> None:
-    """The child writes to what it was given: the address is everybody's, and what was made before keeps its bytes."""
+    """The child writes to its argument: the address is shared, and tensors made before keep their bytes."""
     import torch.multiprocessing as mp
 
     context = mp.get_context("fork")
@@ -236,7 +236,7 @@ def test_other_layouts(name: str) -> None:
 
 
 def test_reads_while_the_budget_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may read what is away until everything is back."""
+    """Another thread may read an absent tensor until all are restored."""
     pager, tensor = native.load(), torch.arange(4096.0)
     close, read = pager.close, []
 
@@ -252,7 +252,7 @@ def test_reads_while_the_budget_closes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_that_wait_for_the_same_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds modules asks all others, and would ask itself through the other."""
+    """A finder asks all others, and would ask itself through the other."""
     (tmp_path / "memmgr_late.py").write_text("number = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     first, second = Patches(), Patches()

@@ -21,7 +21,7 @@ OPS = {"A": 30, "B": 20, "b": 20, "C": 10}
 
 
 def followed(rounds: Rounds, backwards: Iterable[str], ops: int = 1, planned: str = "") -> list[str]:
-    """What was a period, of a program that does these between one end of a backward and the next."""
+    """The periods of a program that runs these ops between one end of a backward and the next."""
     found = []
     period = ""
     for one in backwards:

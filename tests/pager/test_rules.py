@@ -119,7 +119,7 @@ def test_a_newborn_stays_until_an_op_has_touched_it(opened: native.Pager) -> Non
 
 @pytest.mark.parametrize("how", ["in place", "out=", "data", "no_grad", "foreach", "view"])
 def test_old_bytes_outlive_a_write(opened: native.Pager, how: str) -> None:
-    """What can only be made again from bytes that are about to change is settled before (rule 4)."""
+    """A tensor that can only be made again from bytes that are about to change is settled before (rule 4)."""
     w = nn.Parameter(_numbers())
     opened.adopt(w)
     want = (w.detach() * 3).clone()
@@ -171,7 +171,7 @@ def test_roots_are_not_owned(opened: native.Pager) -> None:
 
 
 def test_chains_are_bounded(opened: native.Pager) -> None:
-    """Grad mode without a backward: recipes neither pile up nor keep what the program has let go of."""
+    """Grad mode without a backward: recipes neither pile up nor keep tensors that the program has released."""
     before = opened.stats()  # other tests' tensors live on
     h, w = torch.zeros(64, 64), nn.Parameter(torch.full((64, 64), 1e-3))
     for _ in range(1500):
@@ -193,7 +193,7 @@ def test_what_is_filled_without_gradient_costs_no_traffic(
     """An optimizer's first states: four times the budget of them, and none is written below."""
     like = torch.rand(1 << 18)
     plain = make(like)
-    limit = beyond("4MB")  # and what there is
+    limit = beyond("4MB")  # in addition to existing bytes
     with memmgr.budget(limit, quiet=True) as mm, torch.no_grad():
         kept = [make(like) for _ in range(4 * limit // like.nbytes)]
         filled = mm.stats()
@@ -311,7 +311,7 @@ def test_an_address_that_was_handed_out_stays(opened: native.Pager, name: str) -
 
 
 def test_a_write_through_numpy_reaches_what_comes_after(opened: native.Pager) -> None:
-    """The array is written to between the recipe and the replay: what is evicted must not see it."""
+    """The array is written to between the recipe and the replay: the evicted tensor must not see the write."""
     x = _numbers() + 0
     y = x * nn.Parameter(torch.ones(4096))
     want = y.detach().clone()
@@ -350,7 +350,7 @@ def test_addresses_that_are_compared_never_look_shared(opened: native.Pager) -> 
     assert opened.name(tensors[0][4:]) == opened.name(tensors[0]) + 16
 
 
-# ---- rule 11: what only Python has -----------------------------------------------------------------------------------
+# ---- rule 11: storages that only Python has --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("turn", [0, 1], ids=["made again", "read back"])

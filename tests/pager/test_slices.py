@@ -1,4 +1,4 @@
-"""Optimizers' steps and list ops in slices of their lists: the same bits, with the working set of a slice (design section 5)."""
+"""Optimizers' steps and list ops in slices of their lists: the same bits, with the working set of a slice."""
 
 from __future__ import annotations
 
@@ -211,8 +211,9 @@ print(mm.stats()["reload_bytes"])
 
 
 def test_what_a_slice_needs_comes_once() -> None:
-    """Cut op by op, each of a step's dozen list ops would move all parameters and states. In processes of their own: what
-    other tests have left could leave instead."""
+    """Cut op by op, each of a step's dozen list ops would move all parameters and states. In processes of their own:
+    tensors left behind by other tests could be evicted instead.
+    """
 
     def moved(way: str) -> int:
         done = forkserver.run([sys.executable, "-c", MOVED, way], capture_output=True, text=True)

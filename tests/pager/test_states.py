@@ -1,4 +1,4 @@
-"""Model states as a kind of their own: where they are, and what moved of them."""
+"""Model states as a kind of their own: where they are, and how many bytes moved."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_who_asks_in_the_middle_of_a_run_is_told_the_kinds(policy: str) -> None:
 
 
 def test_a_log_shows_the_kinds_and_never_more_than_the_budget(tmp_path: Path) -> None:
-    """When a budget closes everything comes back, whatever the limit was: that is no part of the run."""
+    """When a budget closes all tensors are restored, at any limit: that is no part of the run."""
     log = tmp_path / "run.jsonl"
     stats = trained(share=0.4, log=str(log))["stats"]
     found = [json.loads(line) for line in log.read_text().splitlines()]
@@ -140,7 +140,7 @@ def test_a_log_shows_the_kinds_and_never_more_than_the_budget(tmp_path: Path) ->
 
 @pytest.mark.parametrize("way", ["loop", "foreach", "fused"])
 def test_states_have_no_bytes_until_they_are_touched(way: str, beyond: Callable[[str], int]) -> None:
-    """Where room is short, what an optimizer begins with takes none; plain zeros are there at once."""
+    """Where room is short, an optimizer's initial states take none; plain zeros have their bytes at once."""
 
     def make() -> tuple[list[nn.Parameter], torch.optim.AdamW]:
         torch.manual_seed(0)

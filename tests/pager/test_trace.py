@@ -1,4 +1,4 @@
-"""A period as a trace: what it says, that it can be planned and simulated, and how one asks for the file."""
+"""A period as a trace: its contents, planning and simulating it, and how to request the file."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_sizes_writes_and_releases(small: Trace) -> None:
     new = add[1].outputs[0]
     assert add[1].writes == ((q, new),) and add[1].inputs == (q,) and size[new] == whole
     assert small.storages[q].released == add[0] + 1 and add[1].kind == OpKind.COMPUTE
-    # What autograd needs lives on into backward, the rest ends with its last reader.
+    # Tensors that autograd needs live on into backward, the rest ends with its last reader.
     assert small.backward_at is not None
     assert small.storages[h].released <= exp[0] and small.storages[new].released <= small.backward_at + 1
     assert small.storages[r].released > small.backward_at and small.storages[e].released > small.backward_at
@@ -131,13 +131,13 @@ def test_backward_cannot_run_again(small: Trace) -> None:
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_the_peak_is_the_allocators_and_schedules_hold(name: str, tmp_path: Path) -> None:
-    """What can be planned and simulated is confirmed by the judge, at the budget that it was made for."""
+    """A pass that can be planned and simulated is confirmed by the judge, at the budget of the plan."""
     torch.manual_seed(0)
     there = bytes_already_there()
     training = TINY[name]()
     trace = traced(training.step, tmp_path / "x.gz", number=7)  # kinds have been tried by then, which takes memory, too
     peak = PEAKS[-1]
-    # What other tests have left behind and no op touches is no part of the period.
+    # Tensors left behind by other tests, which no op touches, are no part of the period.
     assert peak - there - 0.02 * peak <= trace.unmanaged_peak[0] <= 1.02 * peak
     assert trace.check() is trace and 0 < (trace.backward_at or 0) < len(trace.ops)
     write_trace(tmp_path / "again", trace)
@@ -274,7 +274,7 @@ if __name__ == "__main__":
 
 
 def test_a_child_does_not_write_over_it(tmp_path: Path) -> None:
-    """What the verb says is of the script's own process, and the file was its child's."""
+    """The verb's report is about the script's own process, and the file was its child's."""
     (tmp_path / "train.py").write_text(SPAWNS)
     words = [sys.executable, "-P", "-m", "memmgr.tools.cli", "trace", "--out", "run.trace", "train.py"]
     done = forkserver.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Trust is earned (rule 8): what does not reproduce is not run again."""
+"""Trust is earned (rule 8): an op that does not reproduce is not run again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Unsteady:
-    """A kernel that gives other bytes to whom it has met before: right the first time, wrong whenever it is run again."""
+    """A kernel that gives other bytes for arguments that it has seen before: right the first time, wrong whenever it is
+    run again.
+    """
 
     def __init__(self, right: Callable[[torch.Tensor], torch.Tensor], *, in_place: bool) -> None:
         self._right, self._in_place = right, in_place
@@ -77,9 +79,8 @@ def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: st
 
 @contextlib.contextmanager
 def _no_room_beside(n: int, results: int = 1) -> Any:
-    """A budget with room for what it yields, of n floats, and so many results of that length, and no further one.
-
-    A kind is tried once in a process: each test has an n of its own.
+    """A budget with room for its inputs, of n floats, and so many results of that length, and no further one. A kind is
+    tried once in a process: each test has an n of its own.
     """
     with memmgr.budget("1GB", policy="evict", disk=False, quiet=True) as mm:
         native = pager.load()
@@ -143,7 +144,7 @@ def test_a_number_lies_where_its_kernel_may_read_it() -> None:
 def test_a_trial_needs_no_room_for_a_second_result() -> None:
     with _no_room_beside(262_144) as (x, native, mm):
         trials = native.stats()["trials"]
-        y = torch.special.erfcx(x)  # no other test's: what they run may vouch for this length, too
+        y = torch.special.erfcx(x)  # a length of this test alone: trust earned by another test's could cover it
         assert native.stats()["trials"] == trials + 1
         want = y.tolist()
         assert native.take_away(y, 0) == y.nbytes
@@ -184,7 +185,7 @@ def test_what_does_not_reproduce_leaves_its_last_result() -> None:
 
 @pytest.mark.parametrize("there", [7, -1])
 def test_gaps_are_seen_whatever_was_in_memory_before(there: int) -> None:
-    """Ones are what the second run finds in its memory."""
+    """The second run's memory is full of ones."""
 
     def writes_half(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -198,7 +199,7 @@ def test_gaps_are_seen_whatever_was_in_memory_before(there: int) -> None:
         trials = native.stats()["trials"]
         fill_free_memory(there)
         y = x.erfinv()
-        assert native.stats()["trials"] == trials + 2  # what fills memory is an op, too
+        assert native.stats()["trials"] == trials + 2  # filling memory is an op, too
         want = y.tolist()
         assert native.take_away(y, 0) == y.nbytes
         fill_free_memory(5)
@@ -225,11 +226,13 @@ def test_a_second_run_that_fails_is_made_good(how: type[Exception]) -> None:
         assert native.take_away(y, 0) == 0
 
 
-# Ones are what a trial's memory is full of, and what it leaves behind. Large blocks come back from the system, cleared.
+# A trial's memory is full of ones before, and it leaves ones behind. Large blocks come back from the system, cleared.
 @pytest.mark.parametrize("room", ["beside", "in its place"])
 @pytest.mark.parametrize(("there", "steps"), [(7, 32), (0xFF, 2)])
 def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps: int, room: str) -> None:
-    """oneDNN's LSTM leaves bytes of its workspace as malloc gave them. They are zeros from the trial on, the rest is what it was."""
+    """oneDNN's LSTM leaves bytes of its workspace as malloc gave them. They are zeros from the trial on, the rest is
+    unchanged.
+    """
     batch, width = 16 if room == "beside" else 17, 64  # another kind
     weights = [torch.randn(4 * width, width) * 0.1 for _ in range(2)] + [torch.randn(4 * width) for _ in range(2)]
     state = [torch.zeros(batch, width) for _ in range(2)]
@@ -264,7 +267,9 @@ def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps
 
 
 def test_a_fused_lstm_runs_again() -> None:
-    """oneDNN leaves gaps in its workspace, which is most of what an LSTM saves, and makes one only where gradients are on."""
+    """oneDNN leaves gaps in its workspace, which is most of an LSTM's saved bytes, and makes one only where gradients
+    are on.
+    """
 
     def train(scope: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
         torch.manual_seed(0)
@@ -327,7 +332,9 @@ WRITTEN_AND_READ: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITTEN_AND_READ)
 def test_an_op_that_reads_what_it_writes(name: str) -> None:
-    """Torch lets it where strides are not dense: it meets what it has written before, and run again it would not."""
+    """Torch permits it where strides are not dense: the op reads values that it has written before, and a second run
+    would not.
+    """
     op, native = WRITTEN_AND_READ[name], pager.load()
     values = torch.randn(192, 192)
 
@@ -339,7 +346,7 @@ def test_an_op_that_reads_what_it_writes(name: str) -> None:
 
     want = run(True)[0].view(torch.int32)  # among floats there are some that equal none
     with memmgr.budget("1GB", quiet=True, disk=False):
-        for shared in (False, False, True, True):  # what is known of it from others says nothing
+        for shared in (False, False, True, True):  # trust earned by the others does not count
             x, y = run(shared)
             for t in (x, y):
                 native.take_away(t, 0)

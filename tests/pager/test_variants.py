@@ -22,7 +22,7 @@ def trained(make: type[States], steps: int = STEPS) -> States:
 
 @functools.cache
 def plain(make: type[States]) -> tuple[str, dict[str, int]]:
-    """The digest of training without a budget, and budgets by share, beyond what other tests have left behind."""
+    """The digest of training without a budget, and budgets by share, beyond the bytes left behind by other tests."""
     digest, there = trained(make).digest(), bytes_already_there()
     with memmgr.budget(None, policy="keep", quiet=True) as mm:
         workload = trained(make, 2)

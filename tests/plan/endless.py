@@ -1,4 +1,4 @@
-"""What the planner's process computes in tests. It has no torch, so neither has this."""
+"""Computations of the planner's process in tests. It has no torch, so this module has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimum of small passes: an integer program over what runs again when, solved to the end by HiGHS.
+"""The optimum of small passes: an integer program that chooses which ops run again when, solved to the end by HiGHS.
 
 Checkmate's space: before each op of the program the ops before it may run again, each once, in the program's order. It
 shares no code with the planner, and its answers are schedules that exist (`replay` says so), so nothing can prove a bound
@@ -100,7 +100,7 @@ def exact(trace: Trace, budget_bytes: int, limit_seconds: float = 10.0) -> Exact
 
 
 def _steps(trace: Trace, order: list[tuple[int, int]]) -> list[Step]:
-    """Runs `order`, (stage, op) each, and frees what nothing reads before it is made again."""
+    """Runs `order`, (stage, op) each, and frees a storage if no op reads it before it is made again."""
     wanted = {s for s, storage in enumerate(trace.storages) if storage.released == HELD}
     steps: list[Step] = []
     for t, k in reversed(order):

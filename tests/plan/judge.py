@@ -30,7 +30,7 @@ def _module() -> ModuleType:
 
 
 def verdict(log: Path, trace: Trace, steps: Iterable[Step], budget_bytes: int) -> dict[str, Any]:
-    """What the judge says of a schedule, as it would stand in a file."""
+    """The judge's verdict on a schedule, in the form of a file."""
     check = _module()
     written = [json.loads(json.dumps(record)) for record in judge_records(trace, steps)]
     result: dict[str, Any] = check.check(check.Program(str(log)), written, budget_bytes)

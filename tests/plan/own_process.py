@@ -10,7 +10,7 @@ from memmgr.runtime import planner_process
 from memmgr.runtime.planner_process import PlannerProcess
 
 SOON = 0.2
-"""Seconds in which a budget that closes has given up what is being planned."""
+"""Seconds in which a closing budget has given up a running plan."""
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ def layers(n: int, gradients: bool = False) -> Trace:
     """Each output is made of the one before, which the program itself holds until then; backward reads them in reverse.
 
     Args:
-        gradients: what backward makes is held to the end, in the way that can be undone, and nobody reads it any more.
+        gradients: the tensors that backward makes are held to the end, in the way that can be undone, and no op reads
+            them.
     """
     ops = [Op("constant", 0.0, (), (0,), OpKind.CONSTANT)]
     storages = [Storage("c.0", 1, 0)]

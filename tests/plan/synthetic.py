@@ -63,7 +63,7 @@ def network(
     r = log.random
     batch = log.constant(r.randint(500, 2000))
     x = log.copy(batch)
-    saved: list[tuple[str, int, list[str], str, int]] = []  # (op, time, what is saved, parameter, its bytes)
+    saved: list[tuple[str, int, list[str], str, int]] = []  # (op, time, saved tensors, parameter, its bytes)
     skip: str | None = None
     size = r.choice((1000, 4000))
     locals_ = []
@@ -132,7 +132,7 @@ def tangle(seed: int, *, ops: int = 8) -> LogWriter:
     log = LogWriter(seed)
     r = log.random
     live = [log.constant(r.randint(10, 200)) for _ in range(r.randint(1, 2))]
-    done: list[list[str]] = []  # what each op of forward leaves for backward
+    done: list[list[str]] = []  # tensors that each op of forward leaves for backward
     for _ in range(ops):
         read = r.sample(live, min(len(live), r.choice((1, 1, 2, 3))))
         kind = r.random()
@@ -159,9 +159,8 @@ def tangle(seed: int, *, ops: int = 8) -> LogWriter:
 
 
 class Tape:
-    """A log of a program that takes gradients, gradients of gradients too: what autograd would record of it.
-
-    Everything that ran stays until `backward` has come back to it, as with `create_graph=True`.
+    """A log of a program that takes gradients, gradients of gradients too: the record of an autograd. Every tensor
+    stays until `backward` has come back to it, as with `create_graph=True`.
     """
 
     def __init__(self, log: LogWriter) -> None:
@@ -186,9 +185,8 @@ class Tape:
         return y
 
     def gradients(self, loss: str, wanted: list[str], *, first: int = 0, last: bool = False) -> dict[str, str]:
-        """The gradient of `loss` by each of `wanted`, through what was made from the entry `first` on.
-
-        With `last` the graph is let go of on the way, and so is every gradient that is not wanted.
+        """The gradient of `loss` by each of `wanted`, through tensors made from the entry `first` on. With `last` the
+        graph is released on the way, and so is every gradient that is not wanted.
         """
         made = self.made[first:]
         leads = set(wanted)  # to one of them

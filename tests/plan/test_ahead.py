@@ -1,4 +1,4 @@
-"""Steps on fake tensors: the trace is the one that a live run has, and what cannot be traced is said."""
+"""Steps on fake tensors: the trace is the one of a live run, and a step that cannot be traced is an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_peak_is_the_live_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ResNet", "LSTM"])
 def test_the_peak_is_the_live_one_where_kernels_need_room(name: str) -> None:
-    """Convolutions and recurrent layers: what they need for themselves is in a measured table."""
+    """Convolutions and recurrent layers: their workspaces are in a measured table."""
     step = record(step_of(name), accelerator=False)
     with torch.no_grad():
         scratch = {s: (0.0, measure.scratch_bytes(call)) for s, call in step.samples.items()}
@@ -174,7 +174,7 @@ def test_attention_keeps_no_mask_of_its_dropout() -> None:
     assert on_cpu > 4 * 8 * 512 * 512 * 4
 
 
-# ---- what cannot be traced
+# ---- steps that cannot be traced
 
 
 def test_a_value_that_is_asked_for_is_named_by_its_line() -> None:

@@ -43,10 +43,10 @@ def uneven(n: int, seed: int) -> Trace:
 
 
 def shortest(costs: Costs, ways: list[Way], room: int) -> float:
-    """The least seconds by search through all states that rotor's operations lead to (its paper's table 1).
+    """The least seconds, by search through all states that rotor's operations lead to (its paper's table 1).
 
-    A state is how far backward has come, and which inputs and which saved blocks are there. F keeps or drops its input and makes
-    that of the next block, F_all saves the block, B takes what is saved.
+    A state is the progress of backward, and the set of resident inputs and saved blocks. F keeps or drops its input and
+    makes that of the next block, F_all saves the block, B consumes the saved tensors.
     """
     inputs = [0, *(costs.bytes_of(crossing) for crossing in costs.crossing[1:])]
     saved = [costs.bytes_of(way.saved | costs.crossing[i + 1]) for i, way in enumerate(ways)]
@@ -157,7 +157,9 @@ def test_blocks_that_look_alike_are_solved_once() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_offloading_takes_a_third_of_what_recomputing_costs(seed: int) -> None:
-    """The paper's abstract, of a link that carries what a layer saves while the layer runs; a slow one is of little use."""
+    """The paper's abstract, for a link that carries a layer's saved tensors while the layer runs; a slow one is of
+    little use.
+    """
     trace = uneven(12, seed)
     budget = int(trace.unmanaged_peak[0] * 0.7)
     alone = rotor(trace, budget)

@@ -27,7 +27,7 @@ GAN = {"steps": 3, "depth": 8, "batch": 32}
 
 
 def nothing(*_: object, **__: object) -> None:
-    """In the stead of what would find a timeline."""
+    """Stands in for the search of a timeline."""
 
 
 def infeasible(*_: object, **__: object) -> tuple[None, float]:
@@ -82,7 +82,7 @@ def _takes(trace: Trace, budget: int, policy: str) -> float:
 @needs_judge
 @pytest.mark.parametrize("ratio", [0.7, 0.45])
 def test_before_it_gives_up_the_best_online_schedule(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason for which the planner itself finds nothing; what is superfluous in the schedule goes."""
+    """For any reason that the planner itself finds no plan; superfluous steps of the schedule are removed."""
     writer = network(9, depth=12)
     trace = trace_of(writer)
     budget = int(trace.unmanaged_peak[0] * ratio)

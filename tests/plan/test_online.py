@@ -117,7 +117,7 @@ def test_less_than_dtr_on_made_up_logs(shape: dict[str, bool]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(2))
 def test_no_holes(shape: dict[str, bool], seed: int) -> None:
-    """What fits a budget fits every larger one."""
+    """A schedule that fits a budget fits every larger one."""
     trace = parse_dtr_log(json.dumps(line) for line in network(seed, **shape).lines)
     fits = [run_online(trace, trace.unmanaged_peak[0] * percent // 100)[0] for percent in range(2, 104, 3)]
     assert fits == sorted(fits)
@@ -134,7 +134,7 @@ def test_segments_are_no_longer_than_there_is_room() -> None:
 
 
 def prefix_holds(lines: list[str], cut: int, budget: int) -> None:
-    """Up to the gathering of what is held at the end, a cut log's schedule is the beginning of the whole log's."""
+    """Up to the gathering of storages held at the end, a cut log's schedule is the beginning of the whole log's."""
     whole, part = parse_dtr_log(lines), parse_dtr_log(lines[:cut])
     fits, all_of_it = run_online(whole, budget)
     assert fits
@@ -177,7 +177,7 @@ def test_the_beginning_of_an_operator_log_is_all_it_needs(name: str) -> None:
 
 
 def test_the_books_are_right() -> None:
-    """After each op, what will run again is what a recount says."""
+    """After each op, the ops that will run again are those of a recount."""
     for seed in range(3):
         trace = parse_dtr_log(json.dumps(line) for line in network(seed, depth=8).lines)
         online = Online(int(trace.unmanaged_peak[0] * 0.4))
@@ -240,7 +240,7 @@ def test_what_derivatives_read(name: str, sizes: tuple[int, ...], inputs: bool, 
 
 
 def test_nothing_is_left_resident_that_nobody_can_want() -> None:
-    """With room for everything, only what the program holds is there at the end, and nothing ran twice."""
+    """With room for everything, only storages that the program holds are resident at the end, and no op ran twice."""
     trace = parse_dtr_log(json.dumps(line) for line in network(3).lines)
     fits, machine = run_online(trace, trace.unmanaged_peak[0])
     assert fits and not any(step.do is Do.RECOMPUTE for step in machine.steps)

@@ -92,7 +92,7 @@ class Training:
 
 
 def judged(trace: Trace, made: Paged, budget: int, link: TierLink = LINK) -> Cost:
-    """By the rules of schedule.py, which also say that it ends with what it began with."""
+    """Cost by the rules of schedule.py, which also check that it ends with the blocks that it began with."""
     return replay(
         trace, made.steps, budget, write_rate=link.write_bytes_per_second, read_rate=link.read_bytes_per_second,
         shared=link.shared, away=made.away, clean=made.clean,
@@ -100,7 +100,7 @@ def judged(trace: Trace, made: Paged, budget: int, link: TierLink = LINK) -> Cos
 
 
 def least(trace: Trace) -> int:
-    """What the largest op touches, and what stays."""
+    """The largest op's bytes, and those that stay."""
     stays = sum(trace.storages[s].size_bytes for s in trace.constants - {start for _, start in trace.cycle})
     sizes = [s.size_bytes for s in trace.storages]
     handed = trace.handed_bytes
@@ -120,11 +120,11 @@ def test_what_is_paged_is_valid_and_not_below_the_bound(
     budget = int(low + share * (high - low))
     link = TierLink("disk", rate, rate, shared=shared, cpu_seconds_per_byte=cpu)
     made = paged(trace, budget, link)
-    assert made is not None  # what every op touches fits, so it can be paged
+    assert made is not None  # the blocks of every op fit, so it can be paged
     cost = judged(trace, made, budget, link)
     assert cost.valid, cost.why
     assert cost.peak_bytes <= made.peak_bytes <= budget
-    # Not the same clock: of what ops change while it is being written the planner only guesses when that is.
+    # Not the same clock: the planner only guesses when ops change a block that is being written.
     assert cost.seconds <= 1.1 * made.seconds, "by the judge's clock it is slower than it says"
     assert made.seconds >= least_seconds(trace, budget, link) * (1 - 1e-9)
     whole = plan(trace, budget, link=link, effort=2_000)
@@ -143,7 +143,7 @@ def test_below_what_an_op_touches_nothing_is_said_to_fit() -> None:
 
 
 def test_a_cycle_scans_its_states_once() -> None:
-    """LRU would miss all of it: what can stay stays, what streams is read once and written once."""
+    """LRU would miss all of it: as many blocks as possible stay, and the streamed ones are read once and written once."""
     trace = Training(24, seed=3).trace()
     budget = trace.unmanaged_peak[0] // 2
     made = paged(trace, budget, LINK)
@@ -151,7 +151,7 @@ def test_a_cycle_scans_its_states_once() -> None:
     sizes = {s: trace.storages[s].size_bytes for _, s in trace.cycle}
     per_pass = sum(sizes.values())
     assert 0 < len(made.away) < len(sizes)
-    # Parameters twice (step, and what the pass reads), states and gradients once; all of it if nothing stayed.
+    # Parameters twice (step, and reads of the pass), states and gradients once; all of it if no block stayed.
     assert made.read_bytes < 2 * per_pass - budget / 2
 
 
@@ -182,7 +182,7 @@ def test_what_nobody_touches_again_need_not_be_written() -> None:
 
 
 def test_a_link_that_is_never_waited_for_takes_the_time_of_its_copies() -> None:
-    """What has to come in and go out takes so much of the processor, however fast the link is."""
+    """Reads and writes take their time from the processor, however fast the link is."""
     trace = Training(24, seed=3).trace()
     budget = trace.unmanaged_peak[0] // 3
     link = TierLink("disk", 1e9, 1e9, cpu_seconds_per_byte=0.01)
@@ -235,7 +235,7 @@ def test_a_cycle_of_what_is_not_there_is_refused() -> None:
 
 
 def replaced(seconds: float = 0.01) -> Trace:
-    """Something made of what it replaces: for one op both are there."""
+    """A tensor made of the one that it replaces: for one op both are resident."""
     ops, storages = [], []
     for i in range(4):
         storages.append(Storage(f"c.{i}", 4, i, released=7 + 2 * i))
@@ -263,7 +263,7 @@ def test_what_replaces_something_while_it_is_there_is_another_block(budget: int)
 
 @pytest.mark.parametrize("budget", [44, 34, 30, 26])
 def test_what_takes_the_place_of_something_that_dies_leaves_none_there(budget: int) -> None:
-    """The next pass begins with both: what died was counted as gone from then on."""
+    """The next pass begins with both: the dead block was counted as freed from then on."""
     ops = (
         *(Op("constant", 0.0, (), (i,), OpKind.CONSTANT) for i in range(3)),
         Op("last use", 0.01, (1,), (3,), OpKind.ONCE),
@@ -283,7 +283,9 @@ def test_what_takes_the_place_of_something_that_dies_leaves_none_there(budget: i
 
 
 def test_an_op_that_reads_what_is_changed_in_place_later_does_not_run_again_after_that() -> None:
-    """The planner's own schedule was no program, and it failed over it: what lives on takes no room there, nor do its copies."""
+    """The planner's own schedule was no program, and it failed on it: blocks that live on take no room there, nor do
+    their copies.
+    """
     once = OpKind.ONCE
     ops = (
         Op("constant", 0.0, (), (0,), OpKind.CONSTANT),

@@ -50,8 +50,9 @@ def asks():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_answers() -> Iterator[None]:
-    """The planner's search has tests of its own: here it is a tenth as long, and what has been planned is not planned again.
-    Products of matrices are measured with small ones."""
+    """The planner's search has tests of its own: here it is a tenth as long, and a plan is made once. Products of
+    matrices are measured with small ones.
+    """
     known: dict[object, Plan] = {}
 
     def planned_once(trace: Trace, budget: int, *, link: TierLink | None, effort: int, solve: bool) -> Plan:

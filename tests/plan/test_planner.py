@@ -40,7 +40,7 @@ def trace_of(writer: LogWriter) -> Trace:
 
 
 def played(trace: Trace, made: Plan, link: TierLink | None = None) -> Cost:
-    """What the plan costs by the rules of schedule.py."""
+    """Cost of the plan by the rules of schedule.py."""
     if link is None:
         return replay(trace, made.steps, made.budget_bytes)
     rates = {"write_rate": link.write_bytes_per_second, "read_rate": link.read_bytes_per_second}
@@ -48,7 +48,7 @@ def played(trace: Trace, made: Plan, link: TierLink | None = None) -> Cost:
 
 
 def holds(trace: Trace, made: Plan, link: TierLink | None = None) -> None:
-    """A feasible plan is what it says, and not below its own bound."""
+    """A feasible plan has the figures that it claims, and is not below its own bound."""
     cost = played(trace, made, link)
     assert cost.valid, cost.why
     assert cost.peak_bytes == made.peak_bytes <= made.budget_bytes
@@ -57,7 +57,7 @@ def holds(trace: Trace, made: Plan, link: TierLink | None = None) -> None:
 
 
 def comes_back(made: Plan) -> bool:
-    """Whether anything is made again or read back."""
+    """Tells if any storage is made again or read back."""
     return any(step.do in (Do.RECOMPUTE, Do.RELOAD) for step in made.steps)
 
 
@@ -130,7 +130,9 @@ def test_within_three_percent_of_the_optimum() -> None:
 @pytest.mark.parametrize("writer", PASSES)
 @pytest.mark.parametrize("rate", [None, 1e8])
 def test_no_holes(writer: LogWriter, rate: float | None) -> None:
-    """What fits a budget fits every larger one, around the smallest that does byte by byte, with a link and without."""
+    """A plan that fits a budget fits every larger one, around the smallest that does byte by byte, with a link and
+    without.
+    """
     trace = trace_of(writer)
     peak = trace.unmanaged_peak[0]
     link = TierLink("host", rate, rate) if rate else None
@@ -172,8 +174,9 @@ def test_never_worse_with_a_link(seed: int, passes: float) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_copies_that_take_the_ops_cpu_are_made_where_running_again_takes_more(seed: int) -> None:
-    """On a link that hides everything: what counts then is what a copy takes of the CPU. Where that was only added
-    up afterwards, a link of twice the speed made a ViT's plan dearer (1.126 for 1.097)."""
+    """On a link that hides everything, the CPU time of copies counts. Where that was only added up afterwards, a link
+    of twice the speed made a ViT's plan more expensive (1.126 for 1.097).
+    """
     trace = trace_of(network(seed, depth=12))
     budget = trace.unmanaged_peak[0] // 2
     alone = plan(trace, budget, effort=60_000)
@@ -181,7 +184,7 @@ def test_copies_that_take_the_ops_cpu_are_made_where_running_again_takes_more(se
     freed = trace.unmanaged_peak[0] - budget
     rate = 1e3 * trace.unmanaged_peak[0] / trace.seconds
     before = trace.seconds
-    # What freeing so many bytes takes by copies, of what it takes by running again.
+    # Time of freeing so many bytes by copies, relative to the time of running ops again.
     for share in (0.0, 0.2, 1.0, 5.0, 1e3):
         link = TierLink("disk", rate, rate, cpu_seconds_per_byte=share * again / freed / 2)
         both = plan(trace, budget, link=link, effort=60_000)
@@ -219,7 +222,7 @@ def test_a_tier_has_room_for_so_much() -> None:
     assert made.seconds > roomy.seconds
 
 
-# ---- what live passes have beyond operator logs
+# ---- differences of live passes from operator logs
 
 
 def live(*, copy_on_write: bool) -> Trace:
@@ -270,7 +273,7 @@ def test_an_in_place_write_takes_no_room() -> None:
     assert plan(Trace(ops, storages, copy_on_write=True).check(), 30).seconds == 4.0  # a leaves and is made again
 
 
-# ---- what nothing makes again
+# ---- storages that no op makes again
 
 
 @pytest.mark.parametrize("kind", [OpKind.COMPUTE, OpKind.ONCE])
@@ -421,7 +424,9 @@ def test_plans_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_read_at_the_highest_event_is_no_op() -> None:
-    """Near the floor, with a link: the planner looked for the inputs of what only reads a storage back, and failed."""
+    """Near the floor, with a link: the planner searched the inputs of an event that only reads a storage back, and
+    failed.
+    """
     once, k = OpKind.ONCE, 1 << 10
     ops = (
         Op("clone", 1e-6, (), (0,)),
@@ -446,7 +451,7 @@ def test_a_read_at_the_highest_event_is_no_op() -> None:
     plan(trace, 242_104, link=link, effort=100_000, solve=False)
 
 
-# ---- what a step of the search may leave out
+# ---- work that a step of the search may leave out
 
 
 def shaved_down(trace: Trace, ratio: float) -> Search:
@@ -467,7 +472,9 @@ def test_what_is_not_looked_at_to_the_end_changes_no_choice(writer: LogWriter, m
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_hopeless_does_not_fit(seed: int) -> None:
-    """It is seen without taking the event out; most of what does not fit has to be seen so, or looking costs what trying does."""
+    """It is seen without taking the event out. Most events that do not fit must be seen so, or looking costs as much as
+    trying.
+    """
     found = shaved_down(trace_of(network(seed, depth=8)), 0.5)
     timeline, seen, missed = found.timeline, 0, 0
     for key in timeline.extras():
@@ -565,7 +572,7 @@ def test_what_is_let_go_of_is_made_again_first() -> None:
 
 
 def kept_past_its_end(trace: Trace, made: Plan) -> int:
-    """Reads of what the program's own op has made, or a tier had, and the program has let go of since."""
+    """Reads of storages that the program's own op has made, or a tier had, and that the program has released since."""
     own: dict[int, bool] = {}
     reads = begun = 0
     for step in made.steps:

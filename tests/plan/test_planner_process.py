@@ -1,4 +1,4 @@
-"""The planner's process: what it is given and what not, how it ends, and what happens where there is none."""
+"""The planner's process: its inputs, how it ends, and the fallback without one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def executor() -> InProcess:
 
 
 class Asks:
-    """A thread that asks for something, and what came of it."""
+    """A thread that requests a computation, and its result."""
 
     def __init__(self, of: InProcess, function: Callable[..., Any], *arguments: Any) -> None:
         self.outcome: Any = None
@@ -70,7 +70,7 @@ def is_gone(pid: int, seconds: float = 10.0) -> bool:
     while time.monotonic() < until:
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE and psutil.Process(pid).ppid() != os.getpid():
-                return True  # whose parent was killed: who inherits it may take its time
+                return True  # whose parent was killed: the process that inherits it may take its time
         except psutil.NoSuchProcess:
             return True
         time.sleep(0.01)

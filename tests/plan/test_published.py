@@ -1,4 +1,4 @@
-"""Published systems that recompute: what their papers say of them, and that their schedules keep the rules."""
+"""Published systems that recompute: the claims of their papers, and that their schedules keep the rules."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", [*RECOMPUTING, "tsplit"])
 def test_a_measured_pass_has_a_schedule_too(name: str, gradients: bool) -> None:
-    """The program holds tensors itself, what backward makes runs once, and a block that is overwritten is gone."""
+    """The program holds tensors itself, ops of backward run once, and an overwritten block is gone."""
     trace = layers(8 if name in PROGRAMS else 16, gradients)
     budget = int(trace.unmanaged_peak[0] * 0.7)
     result = SYSTEMS[name](trace, budget, None)
@@ -228,7 +228,7 @@ def test_without_time_the_relaxation_is_rounded() -> None:
 
 
 def test_two_retention_intervals_stay_two_where_the_relaxation_is_rounded() -> None:
-    """Rounding knows of no rows: what it gives may run more often, and is no answer then."""
+    """Rounding ignores rows: its result may run an op more often, and is no answer then."""
     token = LIMIT_SECONDS.set(0.0)
     runs = [moccasin(trace := read(tangle(seed, ops=5)), int(trace.unmanaged_peak[0] * 0.75)) for seed in range(12)]
     LIMIT_SECONDS.reset(token)

@@ -55,7 +55,7 @@ def test_what_would_go_when_it_is_read_and_is_made_again_before_that_stays() -> 
 
 
 def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
-    """An op's scratch is made with its result and read by nobody. It had kept what the op read until the group's end."""
+    """An op's scratch is made with its result and read by no op. It had kept the op's inputs until the group's end."""
     compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     scratch, late = 5, 6
@@ -78,7 +78,7 @@ def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
 
 
 def test_what_later_groups_read_is_named_by_its_cell() -> None:
-    """Of features that are all as large the wrong ones were kept."""
+    """All features are equally large, and the wrong ones were kept."""
     compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     ops = list(of.trace.ops)

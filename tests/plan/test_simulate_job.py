@@ -1,4 +1,4 @@
-"""`memmgr simulate --job`: the budgets of ranks that wait for each other, and what is no job."""
+"""`memmgr simulate --job`: the budgets of ranks that wait for each other, and inputs that are no job."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ _simulated_once = functools.cache(verb._simulate)
 
 @pytest.fixture
 def simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that differ in what they show of the same sweep share it."""
+    """Tests of different outputs of the same sweep share it."""
     monkeypatch.setattr(verb, "_simulate", _simulated_once)
 
 

@@ -1,4 +1,4 @@
-"""One disturbed op of many that look alike changes nothing; what looks like nothing else keeps its own time."""
+"""One disturbed op of many that look alike changes nothing; an op without a like keeps its own time."""
 
 from __future__ import annotations
 

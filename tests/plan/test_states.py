@@ -1,4 +1,6 @@
-"""ZeRO-Offload, ZeRO-Infinity, PatrickStar and L2L do what their papers say, are judged, and are never faster than the plan."""
+"""ZeRO-Offload, ZeRO-Infinity, PatrickStar and L2L act as their papers describe, are judged, and are never faster than
+the plan.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def block_of(p: Program) -> dict[int, int]:
 
 
 def residents(trace: Trace, made: Run, p: Program) -> list[set[int]]:
-    """Of each event, the blocks that are there while it runs, by the steps alone."""
+    """For each event, the blocks that are resident while it runs, by the steps alone."""
     block = block_of(p)
     there = {k for s, k in p.begins.items() if s not in made.away}
     found = []
@@ -68,7 +70,7 @@ def of(p: Program, *which: Kind) -> set[int]:
     return {k for k, kind in enumerate(kinds(p)) if kind in which}
 
 
-# ---- what a storage is
+# ---- kinds of storages
 
 
 def test_kinds_are_told_from_who_changes_and_touches_what() -> None:
@@ -117,7 +119,7 @@ def test_layers_are_what_repeats() -> None:
     assert [found[k] for k in parameters] == [0, 1, 1, 3, 3, 5, 5, 7]
 
 
-# ---- each does what its paper says
+# ---- each acts as its paper describes
 
 
 def test_zero_offload_streams_states_and_keeps_the_rest() -> None:
@@ -268,7 +270,7 @@ def test_without_a_cycle_or_a_tier_it_says_so() -> None:
 
 
 def test_what_the_link_has_not_done_takes_its_time_in_the_next_pass() -> None:
-    """A pass that leaves a write of 5 s behind: who changes these bytes in the next one waits for it."""
+    """A pass that leaves a write of 5 s behind: an op that changes these bytes in the next one waits for it."""
     c = OpKind.CONSTANT
     ops = (Op("constant", 0.0, (), (0,), c), Op("op", 1.0, (0,), (1,), OpKind.ONCE, ((0, 1),)), Op("op", 1.0, (), ()))
     storages = (Storage("a", 10, 0, 2), Storage("b", 10, 1))

@@ -1,4 +1,4 @@
-"""Published systems that move tensors to a tier: what their papers say of them, and that their schedules keep the rules."""
+"""Published systems that move tensors to a tier: the claims of their papers, and that their schedules keep the rules."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", [*OFFLOADING, *EITHER])
 def test_a_measured_pass_has_a_schedule_too(name: str, gradients: bool) -> None:
-    """What the program itself holds goes once it has let go, and so does what nothing makes again and no copy is of."""
+    """Storages that the program itself holds are freed at their release, and so are those without a copy that no op
+    makes again.
+    """
     trace = layers(16, gradients)
     tier = TierLink("host", 40.0, 40.0)
     made = SYSTEMS[name](trace, trace.unmanaged_peak[0], tier)
@@ -102,8 +104,9 @@ def test_a_swap_is_away_where_memory_is_short() -> None:
 
 @pytest.mark.parametrize(("rate", "seconds"), [(10.0, 1.0), (5.0, 2.0)])
 def test_vdnn_takes_as_much_memory_as_a_few_layers(rate: float, seconds: float) -> None:
-    """Each layer of 10 bytes ends when its input is written: a second at ten bytes a second, two at five. What is there is a
-    few layers, however many there are."""
+    """Each layer of 10 bytes ends when its input is written: a second at ten bytes a second, two at five. A few layers
+    are resident, however many there are.
+    """
     tier = TierLink("host", rate, rate)
     for n in (10, 40):
         made = SYSTEMS["vdnn_all"](chain(n), 10**6, tier)
@@ -128,7 +131,9 @@ def test_flashneuron_offloads_in_order_and_no_longer_than_forward_takes() -> Non
 
 
 def test_swapadvisor_is_beladys_choice() -> None:
-    """Backward reads in reverse, so what was made first is used last: for n layers and room for m, n - m leave, the first ones."""
+    """Backward reads in reverse, so the tensor made first is used last: for n layers and room for m, the first n - m
+    are evicted.
+    """
     trace, tier = chain(20), TierLink("host", 1000.0, 1000.0)
     made = SYSTEMS["swapadvisor"](trace, 1 + 12 * 10 + 2, tier)
     gone = [s.target for s in made.steps if s.do is Do.OFFLOAD]
@@ -142,8 +147,9 @@ def test_swapadvisor_is_beladys_choice() -> None:
 @pytest.mark.parametrize("rate", [3.0, 10.0, 30.0])
 @pytest.mark.parametrize("room", [6, 4])
 def test_autotm_is_near_the_best_of_all_choices(rate: float, room: int) -> None:
-    """Seven layers of which so many fit, and each subset of what may be away. Its program knows the link's time by moments only,
-    so it is the optimum where the link is all that counts, and a quarter slower elsewhere."""
+    """Seven layers of which so many fit, and each subset of absent ones. Its program has the link's time by moments
+    only, so it is the optimum if only the link counts, and a quarter slower elsewhere.
+    """
     trace, tier = chain(7), TierLink("host", rate, rate)
     budget = 1 + 10 * room + 2
     events = [Step(Do.COMPUTE, k) for k in range(len(trace.ops))]
@@ -224,7 +230,7 @@ def test_a_large_segment_is_made_again_for_each_op_that_reads_it(last: int, agai
 
 
 def three_ways() -> Trace:
-    """A bottleneck of three tensors of 10 bytes, made in 1, 3 and 5 s; what lies between their uses takes 4 s."""
+    """A bottleneck of three tensors of 10 bytes, made in 1, 3 and 5 s; the ops between their uses take 4 s."""
     builder = TraceBuilder()
     builder.constant("c", 1)
     for name, seconds in (("expensive", 5.0), ("cheap", 1.0), ("middle", 3.0)):

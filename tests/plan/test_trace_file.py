@@ -1,4 +1,4 @@
-"""The trace file: what is written is what is read, and a bad file is named."""
+"""The trace file: reading gives the trace that was written, and a bad file is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which measured periods get a plan, and which get another one: by what the pager says of them, without a pager."""
+"""Which measured periods get a plan, and which get another one: by the pager's records, without a pager."""
 
 from __future__ import annotations
 

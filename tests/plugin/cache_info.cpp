@@ -1,5 +1,4 @@
-// What cudnn asks of torch's allocator before it chooses a kernel by the
-// workspace that the kernel wants.
+// Calls torch's allocator as cudnn does before it chooses a kernel by its workspace.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 extern "C" size_t largest_workspace() {

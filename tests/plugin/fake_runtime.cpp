@@ -1,8 +1,6 @@
-// A CUDA runtime over the double of the driver, to be preloaded into a torch
-// that was built with CUDA, on a machine without a GPU: tensors live, streams
-// and events work, copies copy, kernels do nothing. Built twice: as the
-// runtime, and with FAKE_LIBCUDA as what little of libcuda torch asks for by
-// itself.
+// A CUDA runtime over the double of the driver, to be preloaded into a torch that was built with CUDA, on a machine
+// without a GPU: tensors live, streams and events work, copies copy, kernels do nothing. Built twice: as the runtime,
+// and with FAKE_LIBCUDA as the few functions of libcuda that torch itself calls.
 #ifdef FAKE_LIBCUDA
 extern "C" {
 int cuDevicePrimaryCtxGetState(int, unsigned *flags, int *active) {
@@ -144,7 +142,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
-// What torch's own allocators ask for.
+// Functions that torch's own allocators call.
 cudaError_t cudaMalloc(void **p, size_t bytes)
     IN_DRIVER("cuMemAlloc_v2", p, bytes);
 // The runtime waits for all work before it gives memory back, and torch's own allocator relies on it.
@@ -229,8 +227,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks,
   return *blocks = 2, cudaSuccess;
 }
 
-// torch finds some of the driver's functions through the runtime. What the
-// double has not is refused when it is called.
+// torch finds some of the driver's functions through the runtime. A function that the double lacks fails when it is
+// called.
 cudaError_t
 cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned,
                                  unsigned long long,

@@ -41,7 +41,7 @@ def library(core: Path) -> c.CDLL:
     sources = [folder / "meter.cpp", Path(__file__).with_name("meter_abi.cpp")]
     digest = hashlib.sha256((folder / "meter.h").read_bytes()).hexdigest()[:8]
     path = build.build("meter", sources, [f"-I{folder}", f"-DHEADER=0x{digest}", "-Wl,--no-as-needed", str(core)])
-    # Its calls go to the core that it was linked with, whatever other one this process has loaded.
+    # Its calls go to the core that it was linked with, whichever other one this process has loaded.
     loaded = c.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)

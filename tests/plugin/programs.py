@@ -1,4 +1,4 @@
-"""What runs in a CUDA build of torch on the double (test_with_cuda_torch.py): `python programs.py NAME`; prints JSON."""
+"""Programs for a CUDA build of torch on the double (test_with_cuda_torch.py): `python programs.py NAME`; prints JSON."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ MIB = 1 << 20
 
 
 def _step(torch: Any) -> None:
-    """40 saved tensors of 4 MiB each. Kernels do nothing here, so every value is what memory held: the double's own, as no zeros are
-    written, in whose place other values would be made again."""
+    """40 saved tensors of 4 MiB each. Kernels do nothing here, so every value is the memory's former content, the
+    double's own: no zeros are written that a recomputation would replace by other values.
+    """
     x = torch.empty(MIB, device="cuda", requires_grad=True)
     y = x
     for _ in range(20):
@@ -127,7 +128,9 @@ def environment() -> dict[str, Any]:
 
 
 def workspace(library: str, limit: str) -> list[int]:
-    """What cudnn is told: without a budget, in an empty one, in a full one, and when the device is nearly full."""
+    """Workspace that cudnn is offered: without a budget, in an empty one, in a full one, and when the device is nearly
+    full.
+    """
     import torch
 
     import memmgr
@@ -152,7 +155,7 @@ def late(limit: str, policy: str = "auto") -> dict[str, Any]:
     import torch
 
     torch.cuda.init()
-    # What is made again has to find zeros where it is made: kernels do nothing.
+    # Tensors that are made again must find zeros in their memory: kernels do nothing.
     value = 7 if policy == "offload" else 0
     held = torch.full((4 * MIB,), float(value)).cuda()
     for _ in range(2):
@@ -226,8 +229,9 @@ def threads(limit: str, first: str) -> dict[str, Any]:
 
 
 def draws(limit: str) -> dict[str, Any]:
-    """What draws from the device's generator is made again: dropout, and attention, which takes no generator of its own. Then an
-    earlier kernel has failed."""
+    """Ops that draw from the device's generator are run again: dropout, and attention, which takes no generator of its
+    own. Then an earlier kernel has failed.
+    """
     import torch
 
     import memmgr
@@ -284,7 +288,7 @@ def graphs(limit: str) -> dict[str, Any]:
     driver = ctypes.CDLL(os.environ["MEMMGR_DRIVER"])
     driver.fake_capture_violations.restype = ctypes.c_uint64
     found: dict[str, Any] = {}
-    # Nothing is made again: what a kernel that does nothing makes is whatever was there.
+    # No tensor is made again: a kernel that does nothing leaves the memory's former content.
     with memmgr.budget(int(limit), quiet=True, policy="offload") as opened:
         given = torch.zeros(MIB, device="cuda")
         leaf = given.requires_grad_()
@@ -303,7 +307,7 @@ def graphs(limit: str) -> dict[str, Any]:
         for value in (1.0, 2.0, 3.0):
             with torch.no_grad():
                 given.copy_(torch.full((MIB,), value))
-            beside = [torch.full((MIB,), 9.0).cuda() for _ in range(3)]  # takes what looks free
+            beside = [torch.full((MIB,), 9.0).cuda() for _ in range(3)]  # takes memory that looks free
             graph.replay()
             torch.cuda.synchronize()
             right += [bool((out.cpu() == value).all()), all(bool((each.cpu() == 9).all()) for each in beside)]

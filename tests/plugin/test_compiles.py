@@ -1,4 +1,4 @@
-"""What faces torch compiles against the headers of the torch that is installed; nothing is linked."""
+"""The sources that include torch's headers compile against the installed torch; nothing is linked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_the_allocator_compiles_without_a_warning(checker: Any) -> None:
 
 
 def test_a_question_that_is_not_answered_would_be_noticed(checker: Any) -> None:
-    """The class is made, so what torch declares and we leave out is an error, not a surprise on a GPU."""
+    """The class is instantiated, so a function that torch declares and we leave out is an error, not a surprise on a
+    GPU.
+    """
     text = (ROOT / "allocator" / "cuda" / "plugin.cpp").read_text()
     assert "void emptyCache" in text
     changed = ROOT / "build" / "tests" / "left_out.cpp"
@@ -46,7 +48,7 @@ def test_a_question_that_is_not_answered_would_be_noticed(checker: Any) -> None:
     assert "emptyCache" in wrong or "abstract" in wrong
 
 
-# What C++17 has not, as far as anybody has used it by mistake: torch 2.11 is compiled with that, later ones with C++20.
+# Features that C++17 lacks, as far as one was used by mistake: torch 2.11 is compiled with that, later ones with C++20.
 CXX20 = re.compile(
     r"std::(erase_if|erase\(|span\b|ranges|bit_|popcount|count[lr]_|has_single_bit|midpoint|ssize|jthread|source_location|format\b)"
     r"|\b(consteval|constinit|requires|co_await|co_yield|char8_t)\b|<=>|\.(contains|starts_with|ends_with)\("

@@ -1,4 +1,6 @@
-"""On a GPU: the three orders of importing, and what a script may ask. Each program is a process (tools/bench/cuda_probe.py)."""
+"""On a GPU: the three orders of importing, and queries of scripts. Each program is a process
+(tools/bench/cuda_probe.py).
+"""
 
 from __future__ import annotations
 

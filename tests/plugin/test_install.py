@@ -34,7 +34,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 class Library:
-    """What the compiled allocator answers."""
+    """The compiled allocator's answers."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses, self.there, self.asked = refuses, False, []
@@ -191,7 +191,7 @@ def test_headers_have_to_be_whole_and_of_torchs_release(tmp_path: Path, monkeypa
     assert _cuda.find_headers() == [
         tmp_path / "half",
         tmp_path / "old",
-    ]  # of the latter, what says which compiler it is
+    ]  # of the latter, the ones that identify the compiler
     del folders[0]
     with pytest.raises(NotBuiltError, match="not found"):
         _cuda.find_headers()
@@ -212,7 +212,8 @@ def test_the_sources_travel_with_the_package() -> None:
     assert (include_folder(sources) / "memmgr" / "plugin.h").is_file()
 
 
-# ---- who asks: torch for its entry point, or the script --------------------------------------------------------------
+# ---- callers: torch for its entry point, or the script
+# ----------------------------------------------------------------
 
 ASKED = "import memmgr; print('asked' if 'memmgr._cuda' in sys.modules else 'not asked')"
 WITH_CUDA = "torch.version.cuda = '13.0'; torch.backends.cuda.is_built = lambda: True; "

@@ -1,4 +1,4 @@
-"""What torch.cuda's memory functions show, and the limits: on the double of the driver, against a model in Python."""
+"""The figures of torch.cuda's memory functions, and the limits: on the double of the driver, against a model in Python."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_segments_are_covered_by_their_pieces(make: Any, memory: int) -> None:
 
 
 def test_the_lower_limit_wins(make: Any) -> None:
-    """What the script allows itself, and the budget: in both orders, and each may go again."""
+    """The script's own limit, and the budget: in both orders, and each may end."""
     meter = make()
     total = meter.total()
     assert total == 1 << 30

@@ -66,7 +66,7 @@ def test_bandwidth_fetches_no_earlier_than_is_safe_and_no_later() -> None:
     assert len(prefetch(up, LINK, 5 * 10**6, 0.0, 0)) == 5
     # the link is slower than use: everything is urgent
     assert len(prefetch(up, Link(1e8, 1e8), 10**9, 1e-3, 0)) == 100
-    # a burst far ahead makes what comes before it urgent too
+    # a burst far ahead makes earlier uses urgent too
     burst = Upcoming.build([10**6] * 100, [0, 20, *[21] * 98])
     assert len(prefetch(burst, LINK, 10**9, 1e-3, 0)) == 100
     assert prefetch(up, Link(1e9, 0.0), 10**9, 0.0, 0).tolist() == []

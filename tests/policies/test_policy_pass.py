@@ -71,7 +71,7 @@ class Run:
     policy: Policy
     link: Link
     budget: int
-    belief: float = 1.0  # what the policies think that the bandwidth is, over what it is
+    belief: float = 1.0  # the bandwidth that the policies assume, over the real one
     now: float = 0.0
     recompute_seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -186,7 +186,9 @@ class Run:
         )
 
     def after_turn(self) -> np.ndarray:
-        """Seconds of backward, at twice forward's pace, before each cell so far is used: what was saved later comes first."""
+        """Seconds of backward, at twice forward's pace, before each cell so far is used: the cell saved last comes
+        first.
+        """
         cost = self.model.cost[: self.step]
         return 2.0 * (cost[::-1].cumsum()[::-1] - cost)
 
@@ -217,7 +219,7 @@ class Run:
                 c, self.policy.filter, self.policy.director, self.state(True), self.bytes + need - self.budget
             )
             if len(ranking) == 0:
-                if self.writes:  # what is being written leaves when it is
+                if self.writes:  # bytes that are being written are freed when that ends
                     _, end = self.writes[0]
                     self.stall(end)
                     self.settle()
@@ -253,7 +255,7 @@ class Run:
         link = self.state(False)
         if len(c) == 0:
             return
-        # what remains of forward decides how much has to go
+        # the rest of forward decides how much has to be evicted
         ranking = rank(c, self.policy.filter, self.policy.director, link, None)
         queued = before = link.queued_write_bytes
         for k, action in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True):

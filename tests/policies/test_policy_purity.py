@@ -18,7 +18,7 @@ LEAST_SOURCES = 35  # fewer would mean that files are not seen, not that they ha
 MOST_LINES = 450
 
 ARROWS = {
-    "": {"rules"},  # what the package itself hands on
+    "": {"rules"},  # the package's own exports
     "rules": set(),
     "trace": set(),
     "online": {"rules", "trace"},
@@ -26,7 +26,7 @@ ARROWS = {
     "plan": {"rules", "trace", "online", "simulate"},
     "published": {"rules", "trace", "simulate"},
 }
-"""Of each folder: those that it may import. No circle: a folder comes after all that it may import."""
+"""For each folder: those that it may import. No circle: a folder comes after all that it may import."""
 IMPURE_MODULES = {"time", "datetime", "os", "io", "pathlib", "threading", "socket", "subprocess", "logging"}
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "globals", "__import__"}
 
@@ -83,7 +83,7 @@ def imported(source: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.ImportFrom):
             if node.level:
                 inside = [node.module] if node.module else [alias.name for alias in node.names]
-                # Of the package itself one dot leads to the folders; inside a folder it leads to siblings.
+                # In the package itself one dot leads to the folders; inside a folder it leads to siblings.
                 yield from ((node.lineno, own or str(name).partition(".")[0]) for name in inside)
                 continue
             names = [node.module or ""]

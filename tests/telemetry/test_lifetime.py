@@ -378,7 +378,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
             step()
 
 
-# -- what goes wrong behind the scenes is seen once --
+# -- background errors are reported once --
 
 
 def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +425,7 @@ def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
     assert 5_000 < samples < 20_000
 
 
-# -- what it costs the run: nothing that can be seen --
+# -- cost for the run: none that can be measured --
 
 
 def _switches(name: str) -> int:
@@ -450,7 +450,7 @@ def test_without_a_reader_no_thread_wakes() -> None:
 
 
 def test_its_own_time_stays_under_its_share() -> None:
-    """However often a reader asks, what the thread uses of the processor is paid for by waiting."""
+    """However often a reader asks, the thread pays for its processor time by waiting."""
     with memmgr.budget(LIMIT, quiet=True):
         step = training()
         with Watching(interval_seconds=0.02, want=["cells", "map", "holders"], cells=500, columns=4096) as watching:

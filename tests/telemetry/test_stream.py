@@ -19,7 +19,7 @@ from memmgr._telemetry import MAP_STATES, MOST_READERS
 from .reading import LIMIT, Watching, manager, training, wait_until
 
 LAYERS = {"aten.addmm.default", "aten.gelu.default"}
-"""What `training`'s step does inside of its modules: the loss and the backward pass do neither."""
+"""The ops of `training`'s step inside of its modules: the loss and the backward pass are outside."""
 
 
 def test_the_model_needs_more_than_its_limit() -> None:
@@ -75,7 +75,7 @@ def test_events_and_cells_name_their_op_and_module() -> None:
             watching.next("sample")
             while not _learned():
                 step()
-            _all_events(watching, step)  # what was piled up while the modules were not known
+            _all_events(watching, step)  # events that piled up while the modules were not known
             found = {(item["op"], item["module"]) for item in _all_events(watching, step)}
             assert ("aten.gelu.default", "Net.first.1") in found, found
             # The loss is computed outside of every module; whether one of its tensors leaves too is a matter of time.

@@ -34,7 +34,7 @@ SPEC = {"model": "GPT", "group": "own", "budget": "", "budget_bytes": None, "bat
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_starts() -> Iterator[None]:
-    """What the cells are forked from is itself forked."""
+    """The process that cells are forked from is itself forked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "subprocess", forkserver)
         yield
@@ -105,7 +105,7 @@ def test_it_runs_live_with_the_bits_of_plain_torch(measured: Path, system: str) 
 
 
 def test_a_step_without_its_plan_says_so() -> None:
-    """What is beneath the planner decided: those are not the figures of the system that the cell names."""
+    """The policy beneath the planner decided: those are not the figures of the system that the cell names."""
     said = []
     for planned, reclaims, system in ((0, 5, "vdnn"), (2, 5, "vdnn"), (0, 0, "vdnn"), (0, 5, "online")):
         stats = {"planned_passes": planned, "reclaims": reclaims}

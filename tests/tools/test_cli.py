@@ -105,8 +105,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_torchs_entry_point_finds_what_cudas_allocator_needs() -> None:
-    """Whoever imports our native half first imports torch in its middle, and torch calls us back for CUDA's allocator: with a
-    torch for CUDA that found a module half made, and no test could be collected."""
+    """A program that imports our native half first imports torch in its middle, and torch calls us back for CUDA's
+    allocator. With a torch for CUDA that found a half-initialised module, and no test could be collected.
+    """
     script = """
 import memmgr
 

@@ -1,4 +1,4 @@
-"""The compatibility table: its page has every check, and what is wrong shows."""
+"""The compatibility table: its page has every check, and shows failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_page_has_every_check(script: ModuleType) -> None:
 
 
 def test_the_page_has_the_versions_that_are_installed() -> None:
-    """It is made again when one changes; what is not installed here cannot be compared."""
+    """It is made again when one changes; a package that is not installed here cannot be compared."""
     usual = re.search(r"install.* torch==([\d.]+)", (ROOT / "Makefile").read_text())
     assert usual is not None
     if version("torch").partition("+")[0] != usual[1]:

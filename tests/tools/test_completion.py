@@ -1,4 +1,4 @@
-"""`memmgr completion`: the scripts parse, and a shell that has one completes what is typed."""
+"""`memmgr completion`: the scripts parse, and a shell that has one completes typed words."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_script_parses(shell: str, scripts: Path) -> None:
 
 
 def _in_bash(scripts: Path, typed: list[str], folder: Path) -> set[str]:
-    """What bash would offer for the last word."""
+    """The words that bash would offer for the last one."""
     script = f"""
 source {scripts / "bash"}
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
@@ -74,7 +74,7 @@ def test_what_bash_completes(scripts: Path, tmp_path: Path) -> None:
 
 
 def _typed(command: list[str], first: str, then: str, wanted: str) -> str:
-    """A shell on a pseudo-terminal: what it shows after `then`, until `wanted` is there or a minute is over."""
+    """A shell on a pseudo-terminal: its output after `then`, until `wanted` is there or a minute is over."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "TERM": "dumb", "PS1": "ready ", "PROMPT": "ready "}
     shown = ""

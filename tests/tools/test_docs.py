@@ -1,7 +1,8 @@
-"""What the docs show works: every block of shell is run, marked Python is run, and every command that is named exists.
+"""Checks that the docs are right: every block of shell is run, marked Python is run, and every command that is named
+exists.
 
-A block that is not run says why in a comment before it, `<!-- not run: reason -->`. Python is run, with what `GIVEN` has for its page.
-In the shell blocks train.py is a small training, and 12345 is a process that trains meanwhile.
+A block that is not run has the reason in a comment before it, `<!-- not run: reason -->`. Python is run with the names
+of `GIVEN` for its page. In the shell blocks train.py is a small training, and 12345 is a process that trains meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from memmgr.tools import cli
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 REPORTS = sorted(DOCS.glob("reports/*.md"))  # of their date: their commands need not run any more
-PAGES = sorted({*DOCS.rglob("*.md"), ROOT / "README.md"} - set(REPORTS))
+PAGES = sorted({*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"} - set(REPORTS))
 TRAIN = """
 import sys
 import torch
@@ -73,11 +74,11 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 256, "max_position_embeddings": 4096,
 }  # fmt: skip
-# What the launcher gives a rank.
+# The launcher's variables of a rank.
 OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
-# What the Python of a page takes as given.
+# The names that the Python of a page takes as given.
 GIVEN = {
     "README.md": """
 from types import SimpleNamespace
@@ -114,19 +115,19 @@ writer, accelerator, trainer = logger("add_scalar"), logger("log"), SimpleNamesp
 wandb, mlflow = SimpleNamespace(run=logger("log")), logger("log_metrics")
 """,
     "docs/policies.md": "import memmgr",
-    "docs/internals/planner.md": """
+    "docs/develop/planner.md": """
 from memmgr.policies.trace import Op, OpKind, Storage, Trace
 ops = [Op("input", 0.0, (), (0,), OpKind.CONSTANT), *(Op(f"op{k}", 1.0, (k - 1,), (k,)) for k in range(1, 9))]
 trace = Trace(tuple(ops), tuple(Storage(f"{k}.0", 10, k, min(k + 1, 8) + 1) for k in range(9)))
 budget_bytes = 40
 """,
 }
-GENERATED = "docs/api.md"  # signatures, and the examples of docstrings, whose tests are those of what they show
+GENERATED = "docs/api.md"  # signatures, and the examples of docstrings, which their own tests run
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where, its language, what is said before it in a comment, and its text."""
+    """One fenced block: where, its language, the comment before it, and its text."""
 
     page: str
     number: int
@@ -165,7 +166,7 @@ SHELL = [block for block in blocks() if is_shell(block)]
 
 
 def make_targets() -> set[str]:
-    """Of our own Makefile."""
+    """The targets of our own Makefile."""
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -179,7 +180,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     (folder / "llama-7b" / "config.json").write_text(json.dumps(LLAMA))
     (folder / "home" / ".local/share/bash-completion/completions").mkdir(parents=True)
     targets = "".join(f".PHONY: {name}\n{name}:\n\t@true\n" for name in sorted(make_targets()))
-    (folder / "Makefile").write_text(targets)  # what the targets do is too much for a test; that there are such is not
+    (folder / "Makefile").write_text(targets)  # the targets take too long for a test; only their names are checked
     with tempfile.TemporaryDirectory(prefix="mm") as runtime:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime, "COLUMNS": "80", "LINES": "24"}
@@ -249,7 +250,7 @@ def test_no_block_of_commands_is_passed_over() -> None:
             assert not commands, f"{block.page}:{block.number}: {commands}"
     pages = {block.page for block in SHELL}
     users = {f"docs/{name}.md" for name in ("quickstart", "tuning", "errors", "distributed", "when_it_does_not_help")}
-    assert users | {"README.md", "docs/internals/planner.md"} <= pages
+    assert users | {"README.md", "docs/develop/planner.md"} <= pages
 
 
 SHOWN = [block for block in blocks() if block.language == "python" and block.page != GENERATED]
@@ -309,7 +310,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def _links(page: Path) -> list[tuple[Path, str]]:
-    """What a page links to inside the repository: the file or folder, and what is behind the `#`."""
+    """The links of a page inside the repository: the file or folder, and the part behind the `#`."""
     text = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.MULTILINE)
     found = []
     for target in LINK.findall(text):
@@ -320,7 +321,7 @@ def _links(page: Path) -> list[tuple[Path, str]]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Of its headings, as the usual renderers make them."""
+    """The anchors of its headings, as the usual renderers make them."""
     text = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -340,7 +341,7 @@ def test_every_page_is_reachable_from_the_index() -> None:
         if page not in met and page.suffix == ".md" and page.is_relative_to(DOCS):
             met.add(page)
             todo += [target for target, _ in _links(page)]
-    # What `make gpu-check` has written here is nobody's page yet.
+    # A report that `make gpu-check` has just written is on no page yet.
     lost = {page for page in DOCS.rglob("*.md") if page not in met and not page.name.startswith("gpu-check-")}
     assert not lost, lost
     shown = {target for page in [*PAGES, *REPORTS] for target, _ in _links(page)}
@@ -354,7 +355,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def _sentences(text: str) -> Iterator[str]:
-    """Of paragraphs, items and cells, without code and what links point at."""
+    """The sentences of paragraphs, items and cells, without code and the targets of links."""
     text = re.sub(r"^```[\s\S]*?^```$", "", text, flags=re.MULTILINE)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("|", "\n\n")
     for paragraph in re.split(r"\n\s*\n|\n(?=[-#])", text):

@@ -1,4 +1,4 @@
-"""Every example runs as its own text says, and what is managed trains to the same losses."""
+"""Every example runs as its own text says, and managed models train to the same losses."""
 
 from __future__ import annotations
 

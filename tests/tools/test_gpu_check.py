@@ -115,7 +115,7 @@ def test_a_second_start_skips_what_ended_well(tmp_path: Path, capsys: pytest.Cap
     again.all(acts)
     assert (tmp_path / "count").read_text() == "xxx"
     summary(again.lines)
-    assert capsys.readouterr().out.count("good | one | ok") == 1  # what is known is part of the summary
+    assert capsys.readouterr().out.count("good | one | ok") == 1  # known results are part of the summary
 
 
 def test_what_does_not_fit_into_the_time_is_skipped(tmp_path: Path) -> None:
@@ -134,6 +134,11 @@ def test_what_does_not_fit_into_the_time_is_skipped(tmp_path: Path) -> None:
         (["--device", "cpu", "--only", "bitz"], "no act begins with 'bitz'; there are driver calls, smoke mapped"),
         (["--device", "cpu", "--seconds", "0"], "there is no time"),
         (["first"], "the driver has no GPU"),
+        (
+            ["--simulated", "/nowhere/card.json"],
+            "--simulated: [Errno 2] No such file or directory: '/nowhere/card.json'",
+        ),
+        (["--simulated", "--only", "bits"], "no act begins with 'bits'; there are timing gpt2, timing resnet50, plain"),
     ],
 )
 def test_bad_arguments_are_one_line(
@@ -166,6 +171,34 @@ def test_by_its_path_it_rehearses_an_act_without_importing_memmgr(tmp_path: Path
     assert len({line["digest"] for line in results.values()}) == 1
     assert results["torture"]["per_step"]["offloads"] > 0
     assert "F10 FALSE" in done.stdout and "OTHER BITS" not in done.stdout
+
+
+def test_a_simulation_trains_in_virtual_time_and_says_so_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model through the command, the check's process and train.py."""
+    runs = [
+        {"name": "none", "warm": 1, "steps": 2},
+        {"name": "unlimited", "measure": True, "warm": 1, "steps": 2},
+        {"name": "half auto", "of_activations": 0.5, "policy": "offload", "warm": 2, "steps": 2},
+    ]
+
+    def acts(place: Place) -> list[Act]:
+        return [plans.train(place, "timing unet", "timing unet", 20, {"model": "unet", "runs": runs, "host": "1GiB"})]
+
+    monkeypatch.setitem(plans.CALLS, "first", (acts, 25))
+    code = cli.main(["gpu-check", "first", "--simulated", "--out", str(tmp_path)])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert code == 0, lines
+    assert first.startswith("A SIMULATION with the figures of ") and "no GPU was used" in first
+    results = {line["run"]: line for line in said(tmp_path, "timing unet", "result")}
+    none, half = results["none"], results["half auto"]
+    assert 1e-3 < none["step"] < 20e-3  # of virtual time: this machine takes longer
+    assert none["simulated"]["kernels"] <= none["step"] * 1.001 and none["simulated"]["copies"] == 0
+    assert half["per_step"]["offload_bytes"] > 0 and half["peak"] <= half["budget"] < results["unlimited"]["peak"]
+    assert half["DtoH"]["seconds"] == pytest.approx(half["simulated"]["out_bytes"] / 54.9e9, rel=0.1)
+    assert any("timing unet, half auto |" in line and "ideal" in line and "idle ms:" in line for line in lines)
+    assert any(line.startswith("F1 ") for line in lines)
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_without_a_compiler_it_ends_in_a_sentence_of_ours(tmp_path: Path) -> Non
     [
         ("get_requires_for_build_wheel", {}, "there is none on the PATH"),
         ("get_requires_for_build_editable", {"CXX": "g++-99 -m64"}, "CXX=g++-99 is none"),
-        ("get_requires_for_build_wheel", {"CXX": "sh"}, ""),  # whatever is named and there; CMake tries it
+        ("get_requires_for_build_wheel", {"CXX": "sh"}, ""),  # any named program that exists; CMake tries it
         ("get_requires_for_build_wheel", {"CMAKE_ARGS": "-DCMAKE_CXX_COMPILER=/opt/g++"}, ""),
         ("get_requires_for_build_sdist", {}, ""),
     ],
@@ -56,7 +56,7 @@ def test_without_a_compiler_it_ends_in_a_sentence_of_ours(tmp_path: Path) -> Non
 def test_pip_is_told_of_a_missing_compiler_in_one_line_before_cmake_begins(
     hook: str, variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    """pip runs the hook in a process, and shows what it wrote."""
+    """pip runs the hook in a process, and shows its output."""
     pytest.importorskip("scikit_build_core.build")
     if "CXX" in variables and not said:
         (tmp_path / "sh").symlink_to("/bin/sh")
@@ -147,7 +147,7 @@ print(memmgr.__file__)
 
 @pytest.mark.parametrize("variables", [{}, {"MEMMGR_BUDGET": "1GB"}], ids=["import", "variable"])
 def test_in_a_checkout_it_says_that_the_sources_hide_what_is_installed(variables: dict[str, str]) -> None:
-    """Whoever runs a script in the folder that `pip install .` was run in has ./memmgr first, without its other rooms."""
+    """A script in the folder that `pip install .` was run in finds ./memmgr first, without its other rooms."""
     code = "import sys; sys.modules['memmgr.policies'] = None; import torch; import memmgr; memmgr.budget"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")} | variables
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
@@ -201,7 +201,7 @@ def test_every_pip_line_names_an_extra_that_there_is() -> None:
 
 @pytest.mark.parametrize("release", ["2.10.1", "2.16.0+cu132", "3.0.0a0+git"])
 def test_a_torch_that_it_is_not_made_for_is_one_sentence(release: str, tmp_path: Path) -> None:
-    """What `pip install torch` gives may be newer than what the pager knows."""
+    """`pip install torch` may install a newer release than the pager knows."""
     code = f"""
 import torch, memmgr
 torch.__version__ = {release!r}
@@ -228,7 +228,7 @@ def test_the_releases_of_torch_are_those_that_pip_installs() -> None:
     )
 
 
-# ---- where what is compiled is kept ----------------------------------------------------------------------------------
+# ---- the cache of compiled libraries ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_the_doctor_names_the_variable(home: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_budget_opens_where_the_home_cannot_be_written(tmp_path: Path) -> None:
-    """A file system that nobody can write to, root neither; what was compiled elsewhere is carried over, to save a minute."""
+    """A file system that no user can write to, root neither; a library compiled elsewhere is copied, to save a minute."""
     made = Path(pager.load().__file__)
     folder = tmp_path / f"memmgr-cache-{os.getuid()}"
     folder.mkdir(mode=0o700)

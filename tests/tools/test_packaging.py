@@ -66,7 +66,7 @@ ARROWS = {
 
 @pytest.mark.parametrize("folder", ARROWS)
 def test_folders_of_tools_import_downwards(folder: str) -> None:
-    """What only types need is free: `if TYPE_CHECKING`."""
+    """Imports that only types need are free: `if TYPE_CHECKING`."""
     files = sorted((ROOT / "tools" / folder).glob("*.py"))
     assert len(files) > 5
     for file in files:
@@ -100,7 +100,7 @@ def test_a_new_folder_is_installed_anew() -> None:
 
 
 def test_what_the_image_is_made_of_reaches_its_builder() -> None:
-    """`.dockerignore` names what is let through; an image is seldom built."""
+    """`.dockerignore` names the files that are let through; an image is seldom built."""
     first, *others = re.findall(r"^[^#\n].*", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert first == "*"
     let_through = {line[1:] for line in others if line.startswith("!")}
@@ -133,7 +133,7 @@ def test_the_linter_refuses_a_second_copy_of_a_module(statement: str) -> None:
 
 
 def test_no_test_module_is_the_second_copy() -> None:
-    """What the linter is there to prevent; it would show here, wherever it came from."""
+    """The linter prevents a second copy; it would show here, from any source."""
     for name in ("policies", "tools"):
         module = sys.modules.get(name)
         assert module is None or not (getattr(module, "__file__", None) or "").startswith(str(ROOT / name))

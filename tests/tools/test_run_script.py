@@ -74,7 +74,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the training ends with without memmgr."""
+    """The training's bits without memmgr."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "train.py").write_text(TRAIN)
     return _bits(python("train.py", cwd=folder))
@@ -99,7 +99,7 @@ def test_the_same_bits_in_less_memory_and_the_next_command(folder: Path, plain_b
 
 
 def test_the_first_op_is_not_taken_for_what_its_kernel_does(folder: Path, plain_bits: str) -> None:
-    """The budget opens while addmm saves its inputs; what its kernel copies then is not its recipe."""
+    """The budget opens while addmm saves its inputs; the copy that its kernel makes then is not its recipe."""
     conf = {"MEMMGR_BUDGET": "8MB", "MEMMGR_CONF": "policy:torture,verify:1"}
     done = python("train.py", cwd=folder, env={**os.environ, **conf})
     assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
@@ -231,7 +231,7 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.
 
 
 def test_under_torchrun(folder: Path, plain_bits: str) -> None:
-    """Two processes; what they say to each other is tests/exactness/test_distributed.py's."""
+    """Two processes; their communication is tested in tests/exactness/test_distributed.py."""
     words = ["-m", "memmgr.tools.cli", "run", "--budget", "9MB", "--write-log", "run.jsonl", "train.py"]
     with one_launcher():
         done = python(*LAUNCH, *words, cwd=folder)
@@ -299,7 +299,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "says"), REFUSED, ids=["device"])
 def test_a_budget_that_cannot_be_opened_ends_the_script(folder: Path, words: list[str], says: str) -> None:
-    """It would train without one: not what was asked for."""
+    """It would train without one, against the user's request."""
     done = memmgr("run", *words, cwd=folder)
     assert done.returncode == 2 and "bits" not in done.stdout, done.stderr
     assert done.stderr.startswith("memmgr: the budget cannot be opened: ") and says in done.stderr
@@ -476,7 +476,7 @@ def test_what_the_summary_advises() -> None:
 
 
 def test_no_figure_is_said_twice(folder: Path) -> None:
-    """The budget's own line has the figures; what follows is what to do about them."""
+    """The budget's own line has the figures; the next lines are advice."""
     done = memmgr("run", "--budget", "8MB", "--log", "run.jsonl", "train.py", cwd=folder)
     said = done.stderr.splitlines()
     assert done.returncode == 0 and said[0].startswith("memmgr: peak ") and "recomputing" in said[0]

@@ -1,4 +1,4 @@
-"""Runs in processes of their own: what comes back, also when they fail."""
+"""Runs in processes of their own: their results, also when they fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def worker() -> dict[str, Any]:
 
 
 def test_an_unmanaged_run_has_no_memmgr_in_it() -> None:
-    """Its figures are what memmgr is compared with, so they must not contain memmgr."""
+    """memmgr is compared with its figures, so they must not contain memmgr."""
     program = (
         "import json, runpy, sys\n"
         f"worker = runpy.run_path({str(WORKER)!r}, run_name='worker')\n"

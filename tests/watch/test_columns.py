@@ -1,4 +1,4 @@
-"""Memory as a band: a column is never one sample, and what it leaves out is not the highest moment."""
+"""Memory as a band: a column is never one sample, and its highest moment is never left out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_a_pass_that_no_sample_met_shows_its_peak_and_only_where_it_was() -> Non
 
 
 def test_passes_that_are_faster_than_samples_make_a_band_not_a_saw() -> None:
-    """Ten samples a cycle, but three passes a sample: which moment a sample met says nothing, what was around it does."""
+    """Ten samples a cycle, but three passes a sample: a single sample says nothing about the pass, the band around it
+    does.
+    """
     fast = watched(60, passes_each=3.0)
     found = columns(fast, list(fast.points), 100)
     assert {(column.least[RESIDENT], column.most[RESIDENT]) for column in found[1:-1]} == {(3_000_000, 8_000_000)}

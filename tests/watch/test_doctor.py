@@ -1,4 +1,4 @@
-"""`memmgr doctor`: what it finds on this machine, and what it says where something is missing."""
+"""`memmgr doctor`: its findings on this machine, and its text where something is missing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_torch_for_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("why", [None, "CUDA was initialised before memmgr"])
 @pytest.mark.parametrize("full", [False, True])
 def test_gpus_by_a_double(monkeypatch: pytest.MonkeyPatch, why: str | None, full: bool) -> None:
-    """What is said of them; that it is so has been seen on no GPU."""
+    """The text about them; no GPU has confirmed it."""
     import contextlib
 
     import torch

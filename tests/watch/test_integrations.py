@@ -30,7 +30,7 @@ def _train(limit: int | None) -> Any:
 
 
 def test_no_counter_falls() -> None:
-    """What a monitor takes for a counter and then falls reads as a restart, and its rate is nonsense."""
+    """A counter that falls reads as a restart for a monitor, and its rate is nonsense."""
     kinds = {figure.name: figure.kind for figure in FIGURES}
     torch.manual_seed(0)
     blocks = (
@@ -39,7 +39,7 @@ def test_no_counter_falls() -> None:
     model = torch.nn.Sequential(*blocks)
     x = torch.randn(1024, 64)
     readings = []
-    # Everything leaves after every op, whatever else of earlier tests could leave instead.
+    # Every tensor is evicted after every op; otherwise tensors of earlier tests could be evicted instead.
     with memmgr.budget("1GB", policy="torture", quiet=True) as mm:
         readings.append(mm.stats())
         for _ in range(4):

@@ -93,7 +93,7 @@ def _trainer(folder: Path, callbacks: list[Any], **changed: Any) -> Any:
 
 
 def _run(folder: Path, callbacks: list[Any]) -> tuple[list[dict[str, float]], str, Any]:
-    """What was logged, and the bits at the end."""
+    """The logged figures, and the bits at the end."""
     module, trainer = Autoencoder(), _trainer(folder, callbacks)
     trainer.fit(module, _loader(), _loader(1))
     bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
@@ -145,7 +145,7 @@ def test_a_training_that_fails_leaves_no_budget_open(tmp_path: Path, capsys: pyt
     "ignore:The .train_dataloader. does not have many workers", "ignore:.*smaller than the logging interval.*"
 )
 def test_a_batch_size_that_fits_is_found(tmp_path: Path, beyond: Callable[[str], int]) -> None:
-    """Lightning's own search takes our error for what it is."""
+    """Lightning's own search recognizes our error as out of memory."""
     from lightning.pytorch.tuner import Tuner
 
     from memmgr.integrations import MemmgrLightningCallback

@@ -1,4 +1,4 @@
-"""`log_stats` into whatever takes numbers: the packages themselves where they are installed, without a network."""
+"""`log_stats` into loggers that take numbers: the packages themselves where they are installed, without a network."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with wandb.init(mode="offline", dir=tmp_path, project="memmgr", settings=settings) as run:
             log_stats(wandb, 3)
-            log_stats(wandb.run, 4)  # what belongs to a step is kept when the next one begins
+            log_stats(wandb.run, 4)  # the figures of a step are kept when the next one begins
             written = dict(run.summary)
     finally:
         wandb.teardown()
@@ -159,7 +159,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what needs no database
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the store that needs no database
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
     stats = _trained()

@@ -1,4 +1,4 @@
-"""`memmgr report --format perfetto`: what a trace viewer needs to show a run, from a log."""
+"""`memmgr report --format perfetto`: a run in the format of a trace viewer, from a log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def traced(tmp_path: Path, *logs: Path) -> list[Event]:
 
 
 def nested(events: list[Event]) -> None:
-    """Slices of a thread lie in or beside each other: a viewer drops what overlaps."""
+    """Slices of a thread lie in or beside each other: a viewer drops slices that overlap."""
     threads = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
     for thread in threads:
         open_until: list[int] = []
@@ -106,7 +106,7 @@ def test_how_the_file_is_called(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_log_of_a_run(tmp_path: Path) -> None:
-    """What a training really writes: every pass is there, one after the other."""
+    """The log of a real training: every pass is there, one after the other."""
     script = """
 import torch, memmgr
 w = torch.randn(64, 64, requires_grad=True)

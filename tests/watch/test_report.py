@@ -1,4 +1,4 @@
-"""`memmgr report`: one page that needs nothing beside itself, from a whole log or what is left of one."""
+"""`memmgr report`: one page that is complete in itself, from a whole log or the rest of one."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_full_disk_takes_no_earlier_report(
     assert page.read_text() == "the one before" and len(list(tmp_path.iterdir())) == 2
 
 
-# -- what more budget would do --
+# -- predictions for a larger budget --
 
 
 def test_more_budget_is_in_proportion_to_what_is_missing() -> None:

@@ -143,7 +143,7 @@ def advised(**changed: Any) -> str:
 
 def test_a_link_that_takes_longer_than_the_ops_hides_behind_more_tokens() -> None:
     said = advised()
-    # 0.4 of the time is waiting, nine tenths of what moves are states, half of it for each token.
+    # 0.4 of the time is waiting, nine tenths of the moved bytes are states, half of it for each token.
     assert (
         said.startswith("what would help most: twice the tokens a step")
         and "about 18% less time for the same data" in said

@@ -1,4 +1,4 @@
-"""`memmgr top`: what it prints, what the full screen shows and its keys, and bad input."""
+"""`memmgr top`: its output, the full screen and its keys, and bad input."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _app(follow: bool = False) -> Any:
 
 
 def _text(app: Any) -> str:
-    """What is on the screen, without colours."""
+    """The text on the screen, without colours."""
     return "\n".join(
         "".join(segment.text for segment in strip).rstrip() for strip in app.screen._compositor.render_strips()
     )

@@ -1,4 +1,4 @@
-"""`memmgr top --serve`: the same view in a browser, for nobody but who has its address."""
+"""`memmgr top --serve`: the same view in a browser, only for a reader with its address."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="the package transform
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 pytest.importorskip("accelerate", reason="the package accelerate is not installed: Trainer needs it")
 
-# peft asks transformers for what transformers has renamed; the old names are those that every supported version has.
+# peft uses names that transformers has renamed; the old names are those that every supported version has.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 
 
@@ -92,7 +92,7 @@ Outcome = tuple[list[dict[str, float]], str]
 
 
 def _run(folder: Path, callbacks: list[Any], resume: str = "", **how: Any) -> Outcome:
-    """What was logged, and the bits at the end. The trainer is gone then: what it holds would count for the next one."""
+    """The logged figures, and the bits at the end. The trainer is freed then: its tensors would count for the next one."""
     trainer = _trainer(folder, callbacks, **how)
     trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
     bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in trainer.model.parameters())

@@ -1,4 +1,4 @@
-"""What is made of a stream: state, text, and one clear line for what is none."""
+"""Results from a stream: state, text, and one clear line for an invalid one."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_log_that_cannot_be_read(tmp_path: Path) -> None:
             read_log(path)
 
 
-# -- what is old, and how fast it goes --
+# -- age of old tensors, and rate of change --
 
 
 def test_what_is_old_says_so_and_what_is_new_does_not() -> None:

@@ -1,4 +1,4 @@
-"""In the process of a cell: one model trained by one system, a step for each turn, and what it took."""
+"""The process of a cell: one model trained by one system, a step for each turn, and its measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METERED_STEPS = 2
 
 
 def preload() -> None:
-    """What takes seconds to import, once for all cells; runs nothing, so that there are no threads when it forks."""
+    """Imports the slow modules once for all cells; runs no code of theirs, so that there are no threads when it forks."""
     torch.optim.AdamW([torch.nn.Parameter(torch.empty(1))])
     with contextlib.suppress(ImportError):
         from transformers import BertForMaskedLM, LlamaForCausalLM, ViTForImageClassification  # noqa: F401
@@ -69,7 +69,7 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 class Steps:
-    """A training with what is noted of each step."""
+    """A training with the measurements of each step."""
 
     def __init__(self, spec: dict[str, Any], system: System) -> None:
         self.on_gpu = spec["device"] != "cpu"
@@ -90,7 +90,7 @@ class Steps:
         return took
 
     def digests(self) -> dict[str, str]:
-        """Of what training has left behind so far."""
+        """Digests of the training's state so far."""
         model = self.training.model
         return {"parameters": digest_of(model.parameters()), "buffers": digest_of(model.buffers())}
 
@@ -126,7 +126,7 @@ def metered(steps: Steps, device: str) -> int:
 
 
 def run(spec: dict[str, Any], pipe: Connection) -> None:
-    """What the spec asks for: "needs", "turns" or "attempt"."""
+    """Runs the spec: "needs", "turns" or "attempt"."""
     system = SYSTEMS[spec["system"]]
     torch.set_num_threads(spec["threads"])
     if spec["device"] != "cpu":
@@ -134,7 +134,7 @@ def run(spec: dict[str, Any], pipe: Connection) -> None:
             import memmgr
         torch.cuda.init()
     if system.policy:
-        import memmgr  # noqa: F401  what it imports is there before memory is looked at
+        import memmgr  # noqa: F401  loads its imports before memory is measured
     _beforehand(spec["device"])
     {"needs": _needs, "turns": _turns, "attempt": _attempt}[spec["what"]](spec, system, pipe)
 
@@ -156,7 +156,7 @@ def _needs(spec: dict[str, Any], system: System, pipe: Connection) -> None:
 
 
 def _turns(spec: dict[str, Any], system: System, pipe: Connection) -> None:
-    """Warms up, says so, and takes a step whenever it is told to; then its figures."""
+    """Warms up, reports that, and takes a step at each request; then sends its figures."""
     base = memory_of("VmRSS")
     forget_peak()
     with budget_of(system, spec["budget_bytes"], spec["device"]) as mm:

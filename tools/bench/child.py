@@ -42,7 +42,7 @@ def main(address: str, what: str) -> None:
     cell.preload()
     if what == "managed":
         import memmgr._budget  # noqa: F401
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are waited for by nobody
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for keepers
     print("ready", flush=True)
     for line in sys.stdin:
         if os.fork() == 0:
@@ -50,7 +50,7 @@ def main(address: str, what: str) -> None:
 
 
 def end_with_parent() -> None:
-    """A cell is stopped while others have their turn, and this process imports for seconds: nobody else would end them when the
+    """A cell is stopped while others have their turn, and this process imports for seconds: no other would end them when the
     bench is. On Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,4 +1,4 @@
-"""A small residual convnet with batch norm and dropout: beside the GPT, the other half of what must come out exact.
+"""A small residual convnet with batch norm and dropout: with the GPT, the two models whose bits are compared.
 
 Imports nothing of ours, for the reason that `gpt.py` gives.
 """
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, added to the input; batch norm's running stats are a hidden write (rule 2)."""
+    """Two convolutions with batch norm, added to the input; batch norm's running stats are a hidden write (rule 4)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

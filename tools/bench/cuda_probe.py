@@ -1,5 +1,5 @@
-"""What a GPU shows of memmgr's allocator, each in a process of its own: `python -P cuda_probe.py NAME ...`, by path, so
-that nothing of memmgr is imported before the program asks for it. Prints one line of JSON.
+"""Checks of memmgr's allocator on a GPU, each in a process of its own: `python -P cuda_probe.py NAME ...`, by path, so
+that no module of memmgr is imported before the program imports it. Prints one line of JSON.
 
     answers                 every question that a script may ask torch.cuda about memory, under memmgr's allocator
     train ORDER [BUDGET]    a convnet, deterministic. ORDER: native, environment, first, late (the model before the import)
@@ -99,7 +99,7 @@ def _answers() -> dict[str, Callable[[], None]]:
         assert cuda.max_memory_allocated() == before
         assert "Allocated memory" in cuda.memory_summary()
         ratio = cuda.mem_get_info()[1] / cuda.get_device_properties(0).total_memory
-        assert 0.9 < ratio < 1.1, ratio  # what the driver keeps is counted by one of them, or by both
+        assert 0.9 < ratio < 1.1, ratio  # the driver's reserve is counted by one of them, or by both
         assert torch.accelerator.memory_allocated() == before
 
     def empty_cache() -> None:
@@ -156,7 +156,7 @@ def _answers() -> dict[str, Callable[[], None]]:
         torch.backends.cudnn.benchmark = False
 
     def streams() -> None:
-        """Without record_stream, or without its order, the side stream reads what came later."""
+        """Without record_stream, or without its order, the side stream reads bytes written later."""
         side = cuda.Stream()
         for _ in range(20):
             source = torch.full((4 * MIB,), 1, dtype=torch.int32, device="cuda")
@@ -195,7 +195,7 @@ def _answers() -> dict[str, Callable[[], None]]:
         del held, pool
 
     def refusals() -> None:
-        """What is not there says so."""
+        """A missing symbol raises an error that names it."""
         shared: Any = torch.ones(10, device="cuda")
         acts: list[Callable[[], Any]] = [
             lambda: shared.untyped_storage()._share_cuda_(),

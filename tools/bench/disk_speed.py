@@ -44,7 +44,7 @@ def disk_speed(folder: str, size: int) -> tuple[float, float]:
 
 
 def copy_speed(size: int) -> float:
-    """Of a copy from memory to memory, in one thread."""
+    """Bytes per second of a copy from memory to memory, in one thread."""
     source, target = bytearray(size), bytearray(size)
     view = memoryview(target)
     view[:] = source  # pages are there from now on

@@ -93,7 +93,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What ends a residual branch starts smaller, so that the stream's variance does not grow with depth.
+                # Weights that end a residual branch start smaller, so that the stream's variance does not grow with
+                # depth.
                 ends_branch = name.endswith(("attention.out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * config.layers) if ends_branch else 1.0))
             elif "norm" not in name:

@@ -11,7 +11,7 @@ from .systems import SYSTEMS
 from .turns import Nursery, Say, Spec, once
 
 MOST = 1 << 14
-"""No batch is tried above: who offloads everything ends at the disk."""
+"""No batch is tried above: a system that offloads everything ends at the disk."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def bisect(tried: Callable[[int], Try], first: int) -> tuple[Try | None, Try | N
 def largest(
     children: Nursery, spec: Spec, memory_bytes: int, slowest_seconds: float | None, first: int, say: Say
 ) -> dict[str, Any]:
-    """What was found for one system of one model, as plain data."""
+    """Result for one system of one model, as plain data."""
     tries: list[Try] = []
 
     def tried(batch: int) -> Try:

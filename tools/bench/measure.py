@@ -1,10 +1,10 @@
-"""What this machine does in a second, and how long each op of a step takes here: the table that memmgr plan reads.
+"""Rates of this machine, and the time of each op of a step here: the table that memmgr plan reads.
 
 An op is run alone, on tensors of its own with made-up values, so a step need not fit into memory for its ops to be measured.
 
 *Known limitations*: on an accelerator only the rates are measured, no ops. An op whose time depends on values (a sparse
-gradient, a sort) is measured on others. On the CPU an op that runs alone finds its inputs in the caches more often than in a
-step.
+gradient, a sort) is measured on made-up ones. On the CPU an op that runs alone finds its inputs in the caches more
+often than in a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 20, 0.03
 _CACHE_BYTES = 16 << 20
 """More than a core's own caches have, less than a socket's."""
 _BANDWIDTH_BYTES = 64 << 20
-"""Of each of three tensors: more than the caches have. With 8 MB it was theirs that was measured, 5 times as fast."""
+"""Bytes of each of three tensors: more than the caches have. 8 MB measured the caches, which are 5 times as fast."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -83,7 +83,7 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
         path: the table.
         folder: where the tier would be.
         what: FILE.py:FUNCTION, which makes a step.
-        size: bytes that the tier below is measured with.
+        size: bytes with which the tier is measured.
     """
     if path.suffix != ".json":  # by which memmgr plan knows it
         raise UsageError(f"--measure: {path} does not end in .json")
@@ -162,7 +162,7 @@ def _tiny() -> Callable[[], object]:
 
 
 def _per_call() -> float:
-    """What a call of torch takes with all that is around it: Python, autograd, the pager."""
+    """Seconds of a call of torch outside of the kernel: Python, autograd, the pager."""
     calls = len(record(_tiny, accelerator=False).works)
     with memmgr.budget(None, device="cpu", quiet=True):
         step = _tiny()
@@ -179,7 +179,7 @@ def _calls(step: FakeStep) -> dict[str, tuple[float, int]]:
         scratch = {s: scratch_bytes(step.samples[s]) for s in wanted}
         # As in a run: the arena keeps its pages, where torch's own allocator gives large ones back each time.
         with memmgr.budget(None, device="cpu", quiet=True):
-            others = torch.ones(_CACHE_BYTES // 4)  # what the rest of a step does to the caches
+            others = torch.ones(_CACHE_BYTES // 4)  # stands for the rest of a step: it evicts the caches
             found = {}
             with ProgressBar(len(wanted)) as progress:
                 for s in wanted:

@@ -1,4 +1,4 @@
-"""What is trained: ten models in two sizes, each with its optimizer and one batch.
+"""The models: ten in two sizes, each with its optimizer and one batch.
 
 Imports nothing of ours but models, for the reason that `gpt.py` gives.
 """
@@ -26,7 +26,7 @@ class Training:
 
     Attributes:
         model: all that is trained.
-        blocks: what activation checkpointing wraps, in the order of forward.
+        blocks: the modules that activation checkpointing wraps, in the order of forward.
         step: forward, backward, update; the losses, detached.
         optimizers: of `model`.
         around: entered around everything that autograd saves tensors in.
@@ -43,7 +43,7 @@ class Training:
         return self.losses(self)
 
     def state_bytes(self) -> int:
-        """Bytes of parameters, as many of gradients, and of what the optimizers keep."""
+        """Bytes of parameters, as many of gradients, and of the optimizers' states."""
         kept = [t for o in self.optimizers for entry in o.state.values() for t in entry.values()]
         return 2 * sum(p.nbytes for p in self.model.parameters()) + sum(t.nbytes for t in kept if torch.is_tensor(t))
 

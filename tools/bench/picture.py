@@ -16,7 +16,8 @@ _HIGHEST = 3.0
 
 
 def draw(rows: Sequence[Row], path: Path, heading: str) -> None:
-    """Writes a PNG or an SVG, by its name. Systems with budgets are lines, others single points; what did not run is not there.
+    """Writes a PNG or an SVG, by its name. Systems with budgets are lines, others single points. A system that did not
+    run is left out.
 
     Raises:
         ImportError: matplotlib is missing.

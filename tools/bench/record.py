@@ -48,13 +48,13 @@ def _versions() -> dict[str, str]:
 
 @dataclass
 class Record:
-    """What was measured so far.
+    """The measurements so far.
 
     Attributes:
-        settings: what has to be the same for rows to stand in one table.
+        settings: they must be equal for rows to be in one table.
         needs: of each model, by system: peak, states and seconds.
         rows: by key.
-        largest: what `--max-batch` found, by model and system.
+        largest: results of `--max-batch`, by model and system.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""From what cells told to rows: medians, quartiles, shares, bits."""
+"""Makes rows from the results of cells: medians, quartiles, shares, bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Row:
     Attributes:
         budget: its label: "75%", "checkpoint"; "" for a system that takes none.
         budget_bytes: of memmgr; None without one.
-        need_bytes: what plain torch holds at the most.
+        need_bytes: the most bytes that plain torch holds.
         inside_bytes: the most that torch's tensors held at once.
-        outside_bytes: the process's resident set at its highest, over what it was before the model.
+        outside_bytes: the process's resident set at its highest, over its size before the model.
         seconds: a step, the median.
         ratios: lower quartile, median and upper quartile of the time over unmanaged in the same turn.
         processor: the same median of the time that all of its threads computed.
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What it is found by."""
+        """The key of the row."""
         return f"{self.model}|{self.budget}|{self.system}"
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Row:
 
 
 def rows_of(cells: Sequence[Cell], need_bytes: int) -> list[Row]:
-    """Of a group; the reference is its first cell. Cells without the reference's figures have its error."""
+    """The rows of a group; the reference is its first cell. Cells without the reference's figures have its error."""
     return [_row(cell, cells[0], need_bytes) for cell in cells]
 
 

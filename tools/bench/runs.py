@@ -1,4 +1,4 @@
-"""Training runs in processes of their own: what to run, what came back, and how to start one.
+"""Training runs in processes of their own: their specification, their result, and how to start one.
 
 A run has its own process so that its RSS is its own and no run warms caches or fragments the heap for the next. The
 process executes `worker.py` by its path: an unmanaged run then never imports memmgr. Only the standard library is
@@ -64,21 +64,21 @@ class RunSpec:
 
 @dataclass
 class RunResult:
-    """What a run reports. Bytes and seconds throughout.
+    """The report of a run. Bytes and seconds throughout.
 
     Attributes:
-        spec: what was asked for.
+        spec: the specification of the run.
         losses: one per step, as `float.hex`, so that equal means equal bits.
         digest: SHA-256 over parameters, buffers, optimizer state, RNG streams and losses.
         parameters: trained scalars.
         step_seconds: every step's time.
         rss_bytes: the process's resident set at its highest, over its start (torch imported, one tiny step taken, the
             model not yet built).
-        need_bytes: what the run needs (unmanaged runs that measure it), else 0.
+        need_bytes: the run's need (unmanaged runs that measure it), else 0.
         stats: `mm.stats()` when the context ended; empty without memmgr.
         timeline: (seconds since the first step began, RSS over the start, `resident_bytes.current` or -1 without a
             budget).
-        failure: empty, or the last lines of what went wrong.
+        failure: empty, or the last lines of the error.
     """
 
     spec: RunSpec
@@ -103,7 +103,7 @@ class RunResult:
 
     @property
     def peak_bytes(self) -> int:
-        """What the run reached: by memmgr's count under a budget, else what it needed."""
+        """The run's peak: by memmgr's count under a budget, else its need."""
         return int(self.stats["resident_bytes.peak"]) if self.stats else self.need_bytes
 
     def same_bits(self, other: RunResult) -> bool:
@@ -128,7 +128,7 @@ def measured(spec: RunSpec, timeout_seconds: float = 600) -> RunResult:
 
 
 def with_need(result: RunResult, need: RunResult) -> RunResult:
-    """An unmanaged run with what it needs, `measured` in another; their losses have to be the same.
+    """An unmanaged run with its need, which was measured in another run; their losses have to be the same.
 
     Its timeline is the timed run's; behind it stand the two measured steps, whose resident set is also entered as the bytes held.
     """
@@ -141,11 +141,11 @@ def with_need(result: RunResult, need: RunResult) -> RunResult:
 
 
 def unmanaged(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
-    """Runs `spec` without memmgr, and learns what it needs: on the CPU in a second process.
+    """Runs `spec` without memmgr, and measures its need: on the CPU in a second process.
 
     Args:
-        spec: what to run; `budget_bytes` None.
-        on_event: as for `run`; the steps of the measuring process are not told.
+        spec: the specification; `budget_bytes` None.
+        on_event: as for `run`; not called for steps of the measuring process.
         timeout_seconds: per process.
     """
     if spec.device != "cpu":
@@ -160,12 +160,12 @@ def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_secon
     """Runs `spec` in a new process.
 
     Args:
-        spec: what to run.
+        spec: the specification.
         on_event: called with each event as it comes: {"event": "step", "index", "loss", "seconds"}.
         timeout_seconds: the process is killed after that.
 
     Returns:
-        The result; a crash, an error or a timeout is told in its `failure`, not raised.
+        The result; a crash, an error or a timeout is in its `failure`, not raised.
     """
     with _Process(spec, on_event, timeout_seconds) as process:
         process.listen()
@@ -175,8 +175,8 @@ def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_secon
 def in_turns(
     specs: Sequence[RunSpec], on_event: Callable[[RunSpec, Event], None], timeout_seconds: float = 600
 ) -> list[RunResult]:
-    """Runs each in a process of its own, a step at a time, one at work while the others are stopped: what else the machine does
-    meets all of them. In every round another one begins. `timeout_seconds` is for each step."""
+    """Runs each in a process of its own, a step at a time, one at work while the others are stopped, so that other work
+    of the machine affects all of them. In every round another one begins. `timeout_seconds` is for each step."""
     with contextlib.ExitStack() as stack:
         processes = []
         for spec in specs:
@@ -193,17 +193,17 @@ def in_turns(
 
 
 class _Process:
-    """The process of one run, and what it has said so far. A context manager.
+    """The process of one run, and its output so far. A context manager.
 
     Args:
-        spec: what to run.
+        spec: the specification.
         on_event: as for `run`.
-        timeout_seconds: it is killed when it says nothing more for that long, or does not end.
+        timeout_seconds: it is killed when it prints no line for that long, or does not end.
         turns: it waits before every step.
 
     Attributes:
-        result: what is known.
-        ended: it is gone.
+        result: the result so far.
+        ended: the process has ended.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _Process:
         else:
             environment |= {key: os.environ[key] for key in kept if key in os.environ}
         if spec.deterministic:
-            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for before it promises the same bits
+            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's condition for reproducible bits
         worker = str(Path(__file__).with_name("worker.py"))
         self.result = RunResult(spec)
         self.ended = False
@@ -257,7 +257,7 @@ class _Process:
         self.listen()
 
     def listen(self) -> None:
-        """Enters what it says until it waits for its turn, or has ended."""
+        """Reads its output until it waits for its turn, or has ended."""
         late = threading.Event()
 
         def stop() -> None:
@@ -293,7 +293,7 @@ class _Process:
 
 
 def _take(line: str, result: RunResult, on_event: Callable[[Event], None]) -> str:
-    """Enters one line of the worker's output, and says what event it is; what is none is somebody's print."""
+    """Enters one line of the worker's output, and returns the event's name; empty for a line that is no event."""
     if not line.startswith("{"):
         return ""
     event: Event = json.loads(line)

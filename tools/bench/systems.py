@@ -1,6 +1,6 @@
-"""What saves memory: plain torch's ways, other packages', and memmgr by policy. Each is applied to a `Training`.
+"""Systems that save memory: plain torch's, other packages', and memmgr by policy. Each is applied to a `Training`.
 
-Without memmgr this module needs nothing of it: a process of an unmanaged training imports it, too.
+This module imports memmgr only where it is used: a process of an unmanaged training imports it, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class System:
     """One way to train.
 
     Attributes:
-        line: what it is.
+        line: its description.
         apply: changes a training before its first step; raises `NotHere`.
         policy: memmgr's, under a budget; empty: without memmgr.
         plan: memmgr may make plans of measured passes.
@@ -101,7 +101,7 @@ def _compile(training: Training) -> None:
     if torch.get_default_device().type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise NotHere("needs a C++ compiler")
     config.activation_memory_budget = COMPILED_BUDGET
-    # A list of modules is called by nobody: compiling it would be plain torch by another name.
+    # A list of modules is never called: compiling it would be plain torch by another name.
     for called in training.model if isinstance(training.model, torch.nn.ModuleList) else [training.model]:
         called.compile()
 
@@ -124,7 +124,7 @@ SYSTEMS: dict[str, System] = {
     "dtr": _memmgr("dtr", "memmgr with DTR"),
     "capuchin": _memmgr("capuchin", "memmgr with Capuchin's plan"),
     "delta_taco": _memmgr("delta_taco", "memmgr with DELTA's TACO"),
-    "coop": _memmgr("coop", "memmgr with what Coop does in a measured pass"),
+    "coop": _memmgr("coop", "memmgr with Coop's choice in a measured pass"),
     "vdnn": _memmgr("vdnn_all", "memmgr with vDNN's plan"),
 }
 """By the name that `--systems` takes."""

@@ -50,7 +50,7 @@ def cells(rows: Iterable[Row], longest: int = 400) -> Iterator[list[str]]:
 
 
 def _without_plan(row: Row) -> bool:
-    """Memory was short, and what is beneath the planner decided: none of its schedules fits."""
+    """Memory was short, and the policy beneath the planner decided: none of the planner's schedules fits."""
     stats = row.stats or {}
     return SYSTEMS[row.system].planned and stats.get("reclaims", 0) > 0 and not stats.get("planned_passes")
 
@@ -59,7 +59,7 @@ LARGEST_HEAD = ("model", "memory", "system", "batch", "of unmanaged", "a sample"
 
 
 def largest_cells(record: Record) -> Iterator[list[str]]:
-    """Words of what `--max-batch` found."""
+    """Words of the results of `--max-batch`."""
     for model, found in record.largest.items():
         first = found["systems"].get(UNMANAGED, {})
         for system, one in found["systems"].items():
@@ -84,7 +84,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def heading(record: Record) -> str:
-    """One line: what was measured where."""
+    """One line: the measurement and the machine."""
     m: dict[str, Any] = record.machine
     where = m.get("gpu") or m["processor"]
     return (

@@ -25,11 +25,11 @@ Say = Callable[[str], object]
 
 @dataclass
 class Cell:
-    """What came of one cell.
+    """Result of one cell.
 
     Attributes:
         turns: of each turn: seconds, processor, steps so far.
-        told: its figures at the end.
+        told: the figures that it sent at the end.
         error: why there are none.
     """
 
@@ -52,7 +52,7 @@ class Nursery:
         self._folder = tempfile.TemporaryDirectory(prefix="memmgr-bench-")
         self._listener = Listener(str(Path(self._folder.name) / "cells"), "AF_UNIX")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
-        # Who waits for a turn does not spin on a core that another one uses.
+        # A process that waits for a turn must not spin on a core that another one uses.
         environment |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -87,7 +87,7 @@ class Nursery:
     def __exit__(self, *_: object) -> None:
         for parent in self._parents.values():
             assert parent.stdin is not None and parent.stdout is not None
-            parent.kill()  # imports, and an end with torch in it, take seconds; what it has forked ends with it
+            parent.kill()  # imports, and an exit with torch loaded, take seconds; its forked children end with it
             with contextlib.suppress(OSError):
                 parent.stdin.close()
             parent.stdout.close()
@@ -115,7 +115,7 @@ class Nursery:
         try:
             if send and not pipe.poll(
                 0
-            ):  # what is there already says why it has ended, and its number may be another's
+            ):  # its output so far has the reason why it has ended, and its number may belong to another process
                 os.kill(pid, signal.SIGCONT)
                 pipe.send(message)
             if not pipe.poll(self._limit):
@@ -129,7 +129,7 @@ class Nursery:
             return {"error": "its process has ended"}
 
     def end(self, key: str) -> None:
-        """The cell's process is gone."""
+        """The cell's process has ended."""
         pipe, pid = self._cells.pop(key)
         ended = False
         with contextlib.suppress(EOFError, OSError):
@@ -138,7 +138,7 @@ class Nursery:
         if not ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        while True:  # its keeper goes when the process has: a number that is free again is nobody's to kill
+        while True:  # its keeper ends after the process: a number that is free again must not be killed
             try:
                 pipe.recv()
             except (EOFError, OSError):
@@ -147,7 +147,7 @@ class Nursery:
 
 
 def _gone(pipe: Connection) -> None:
-    """Waits until nobody has the other end: an interrupt may have left half of an answer in it."""
+    """Waits until no process has the other end: an interrupt may have left half of an answer in it."""
     with contextlib.suppress(OSError):
         while os.read(pipe.fileno(), 1 << 16):
             pass

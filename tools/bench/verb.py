@@ -6,15 +6,16 @@
     memmgr bench --max-batch --models ResNet --systems unmanaged,checkpoint,auto
 
 Every cell trains in a process of its own, from the same beginning. The cells of a group take turns, a step each, while the others
-wait; a ratio is of the same turn, and medians with quartiles are shown. Budgets are shares of what plain torch holds at the
-most, or the peak of another system: `checkpoint`, `selective`. `peak` is what torch's tensors held at once, `resident` the
-process's resident set over what it was before the model. Losses and parameters are compared bit by bit with plain torch's.
+wait; a ratio is of the same turn, and medians with quartiles are shown. Budgets are shares of the most bytes that plain
+torch holds, or the peak of another system: `checkpoint`, `selective`. `peak` is the most bytes that torch's tensors
+held at once, `resident` the process's resident set over its size before the model. Losses and parameters are compared
+bit by bit with plain torch's.
 
---max-batch looks for each system's largest batch in a fixed memory, by default three times what the model's parameters, gradients
-and optimizer states take: memmgr's budget is that memory, the peak of others must not pass it.
+--max-batch looks for each system's largest batch in a fixed memory, by default three times the bytes of the model's
+parameters, gradients and optimizer states: memmgr's budget is that memory, the peak of others must not pass it.
 
-Into the folder of --out go bench.json, which is written after every group and gone on from, bench.md and bench.png. --device cuda
-of this command has not run on a GPU yet.
+The folder of --out gets bench.md, bench.png and bench.json. The last is written after every group, and a later run
+continues from it. --device cuda of this command has not run on a GPU yet.
 
 Models: {models}.
 Systems: {systems}.
@@ -194,7 +195,9 @@ class _Bench:
     # ---- steps under budgets
 
     def groups(self, model: str) -> list[list[Wanted]]:
-        """(budget, share, system): what takes no budget with what gets a system's peak; then each share."""
+        """(budget, share, system): systems without a budget together with those at another system's peak; then each
+        share.
+        """
         plain = [name for name in self.systems if not SYSTEMS[name].policy and name != UNMANAGED]
         managed = [name for name in self.systems if SYSTEMS[name].policy]
         own: list[Wanted] = [("", None, name) for name in (UNMANAGED, *plain)]
@@ -209,7 +212,7 @@ class _Bench:
         return [group for group in wanted if group]
 
     def needs(self, children: Nursery, model: str, system: str, say: Say) -> dict[str, Any]:
-        """Of a system without memmgr, measured once."""
+        """The need of a system without memmgr, measured once."""
         known = self.record.needs.setdefault(model, {})
         if system not in known:
             say(f"{model}, {system}: what it needs")
@@ -274,7 +277,7 @@ class _Bench:
             self.record.save()
         bar.say(f"{model}, {system}: a batch of {found['systems'][system]['batch']}", advance=1)
 
-    # ---- what is shown
+    # ---- output
 
     def rows(self) -> list[Row]:
         """By model and budget, as they are asked for."""
@@ -323,9 +326,9 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what is not there yet and shows all; see the module's text for the exit code."""
+    """Measures the missing cells and shows all; see the module's text for the exit code."""
     bench = _Bench(args)
-    # An end from outside takes away what was begun, too.
+    # A signal from outside also deletes unfinished files.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if args.max_batch:

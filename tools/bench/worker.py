@@ -131,7 +131,7 @@ def keep_nothing_back() -> bool:
 
     Otherwise glibc keeps freed heap memory for later, and fragments: the resident set is 5 to 13 % over the live bytes
     on the demo's GPT. It has to be said before there is a heap with holes in it, because holes are filled first. False
-    where there is no glibc; the resident set then contains what malloc holds in reserve.
+    where there is no glibc; the resident set then contains malloc's reserve.
     """
     try:
         return bool(ctypes.CDLL(None).mallopt(-3, 1 << 16))  # M_MMAP_THRESHOLD; setting it also stops it from rising

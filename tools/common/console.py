@@ -1,4 +1,4 @@
-"""What the tools print: a progress bar and a table with rich, the same as plain lines without it."""
+"""Output of the tools: a progress bar and a table with rich, the same as plain lines without it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ProgressBar:
             self._bar.stop()
 
     def say(self, text: str, advance: int = 0) -> None:
-        """Shows what is being done and moves on by `advance` steps."""
+        """Shows the current work and advances by `advance` steps."""
         self._done += advance
         if self._bar is not None:
             self._bar.update(self._task, description=text, advance=advance)

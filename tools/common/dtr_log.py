@@ -36,7 +36,7 @@ def read_dtr_log(path: Path) -> Trace:
 
 
 def parse_dtr_log(lines: Iterable[str]) -> Trace:
-    """The trace that `lines` describe; see `read_dtr_log`. What comes before START is skipped.
+    """The trace that `lines` describe; see `read_dtr_log`. Lines before START are skipped.
 
     Raises:
         TraceError: the message names the line.

@@ -1,4 +1,4 @@
-"""What a script would do on an accelerator, or without tracing, on fake tensors of the CPU."""
+"""Makes a script on fake tensors of the CPU behave as on an accelerator, or as without tracing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _on_cpu(value: Any) -> Any:
 
 @contextlib.contextmanager
 def as_accelerator() -> Iterator[None]:
-    """What a script does on an accelerator, on fake tensors of the CPU."""
+    """Makes a script on fake tensors of the CPU behave as on an accelerator."""
     optimizer: Any = importlib.import_module("torch.optim.optimizer")
     autocast: Any = torch.amp.autocast_mode.autocast
     begin = autocast.__init__

@@ -1,18 +1,18 @@
-"""A training step run on fake tensors (shapes, no bytes), as a trace: what memmgr plan knows before anything is trained.
+"""A training step run on fake tensors (shapes, no bytes), as a trace: the input of memmgr plan before any training.
 
-The step is called three times. The first call makes the optimizer's states. What is recorded goes from the end of the second
-call's last backward to the end of the third's, as a live period does (`memmgr/runtime/timeline.py`), so with the optimizer's
-step before the forward; what is held at its end and was held at its beginning makes it a cycle.
+The step is called three times. The first call makes the optimizer's states. The record goes from the end of the second
+call's last backward to the end of the third's, as a live period does (`memmgr/runtime/timeline.py`), so with the
+optimizer's step before the forward. Tensors held at its beginning and at its end make it a cycle.
 
-Torch runs each call below autograd under two modes: torch's `FakeTensorMode` answers with shapes, and ours above it notes what
-is read, made, written and let go of.
+Torch runs each call below autograd under two modes: torch's `FakeTensorMode` returns shapes, and ours above it records
+reads, results, writes and releases.
 
-*Known limitations*: a floating point number that the step asks for (`loss.item()`) is 1, so what depends on it goes one way;
-other values are an error. Fake tensors carry the device cpu whatever the plan is for, because backward on fake CUDA tensors
-ends the process where torch is built for the CPU alone. `fake_kernels.py` takes back what that would change: attention and
-dropout run as an accelerator's kernels do, optimizers take their lists. What kernels need for themselves (workspaces) is not
-seen, and neither are `torch.compile` (its regions run as they are written), tensors of other devices or storages that are
-resized.
+*Known limitations*: a floating point number that the step asks for (`loss.item()`) is 1, so a branch on it always goes
+the same way; other values are an error. Fake tensors carry the device cpu for every target device, because backward on
+fake CUDA tensors ends the process where torch is built for the CPU alone. `fake_kernels.py` corrects the differences of
+that: attention and dropout run as an accelerator's kernels do, optimizers take their lists. Workspaces of kernels are
+not seen, and neither are `torch.compile` (its regions run as they are written), tensors of other devices or storages
+that are resized.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def record(make: Callable[[], Step], *, accelerator: bool, done: Callable[[str],
 
     Args:
         make: makes models, optimizer and batch, and returns the step.
-        accelerator: whether kernels are chosen as on an accelerator rather than the CPU.
-        done: told what is over.
+        accelerator: kernels are chosen as on an accelerator rather than the CPU.
+        done: called with each phase that has ended.
 
     Raises:
         StepError: the step needs values, or is not the same each time.
@@ -84,7 +84,7 @@ def record(make: Callable[[], Step], *, accelerator: bool, done: Callable[[str],
     return recorder.recorded()
 
 
-# ---- what is noted
+# ---- records
 
 
 class _Recorder(TorchDispatchMode):
@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.mkldnn_rnn_layer.default and not self.accelerator:
             out = self._with_workspace(func, args, out)
         if name.startswith(("aten::_foreach_", "aten::_fused_")) and isinstance(args[0], list | tuple):
-            # What happens to one index depends on no other: the pager cuts such calls too.
+            # One index does not depend on another: the pager splits such calls, too.
             n = len(args[0])
             for i in range(n):
                 made = [out[i]] if isinstance(out, list | tuple) and len(out) == n else None
@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):
     # ---- the trace
 
     def recorded(self) -> FakeStep:
-        """What was noted.
+        """The record.
 
         Raises:
             StepError: nothing, or the last two calls of the step differ.
@@ -213,7 +213,7 @@ class _Recorder(TorchDispatchMode):
             raise StepError("the step called no op of torch")
         if last != [(e.name, e.work.signature) for e in self.events if e.number == CALLS - 2]:
             raise StepError("the step does something else each time; plan one that repeats itself")
-        # Copies: what is still there goes when the step does.
+        # Copies: storages that are still held are released when the step is.
         return FakeStep(self.events, [replace(b) for b in self.blocks], begin, end, self.samples, self.asked)
 
     def _ends_at(self, number: int) -> int:
@@ -222,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         return max((k for k in mine if self.events[k].backward), default=max(mine, default=-1)) + 1
 
 
-# ---- what a call is
+# ---- description of a call
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -250,7 +250,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _spec(value: Any, keys: list[str]) -> Any:
-    """The same with specs for tensors; what it is made of is added to `keys`."""
+    """The same with specs for tensors; the parts of its key are added to `keys`."""
     if isinstance(value, Tensor):
         spec = TensorSpec(tuple(value.shape), value.stride(), value.dtype)
         keys.append(f"{str(spec.dtype)[6:]}{list(spec.shape)}/{list(spec.stride)}")
@@ -272,7 +272,7 @@ def _extent(t: Tensor) -> int:
 
 
 def _rounds(name: str) -> bool:
-    """Whether a CUDA device may round float32 to TF32, as torch is set up here."""
+    """Tells if a CUDA device may round float32 to TF32 with torch's settings here."""
     if "convolution" in name:
         return torch.backends.cudnn.allow_tf32
     return torch.get_float32_matmul_precision() != "highest"
@@ -290,11 +290,11 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0
 
 
-# ---- values, and what depends on the device
+# ---- values, and device-dependent behaviour
 
 
 def _value(t: Tensor) -> int | float | bool | None:
-    """What `.item()` gives: the value where it is known (an optimizer's count of steps); None: torch's own answer."""
+    """Result of `.item()`: the value if it is known (an optimizer's count of steps); None: torch's own answer."""
     if isinstance(t, FakeTensor) and t.constant is not None:
         return None
     frame = sys._getframe(2)
@@ -307,7 +307,7 @@ def _value(t: Tensor) -> int | float | bool | None:
 
 
 def _line() -> str:
-    """Of the innermost code that is not torch's."""
+    """File and line of the innermost code outside of torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
         frame = frame.f_back

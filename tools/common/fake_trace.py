@@ -1,4 +1,4 @@
-"""What was noted of a step on fake tensors (`fake_step.py`), and the trace of it on a device."""
+"""The record of a step on fake tensors (`fake_step.py`), and its trace on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.tools.common.rates import Rates, Work
 
 CALLS = 3
-"""Of the step: the first makes the states, the period is between the other two."""
+"""Calls of the step: the first makes the states, the period is between the other two."""
 
 VIEW = Work("view", 0, 0, "int64")
 """Calls that move no bytes."""
@@ -81,7 +81,7 @@ class FakeStep:
 
     @property
     def works(self) -> list[Work]:
-        """What is called in a period, in order."""
+        """The calls of a period, in order."""
         return [e.work for e in self.events[self.begin : self.end]]
 
 
@@ -112,7 +112,7 @@ class Builder:
         turn: int | None = None
         seconds = 0.0
         for at in range(self.begin, self.end):
-            if at > self.begin:  # what goes between two periods is gone when one begins
+            if at > self.begin:  # a storage that is freed between two periods does not exist when one begins
                 self._die(deaths.get(at, ()))
             e = self.of.events[at]
             if e.work not in self.takes:
@@ -149,7 +149,7 @@ class Builder:
         return most
 
     def _run(self, at: int, e: Ran, seconds: float) -> bool:
-        """Whether it is an op of the trace."""
+        """Adds a call to the trace. Returns if it is an op of the trace."""
         k = len(self.ops)
         into = self._summed_into(at, e)
         inputs = dict.fromkeys(self.now[b] for b in e.inputs if b in self.now)
@@ -179,7 +179,7 @@ class Builder:
         return True
 
     def _summed_into(self, at: int, e: Ran) -> int | None:
-        """Of a sum of gradients, the one whose place it takes: autograd adds in place, but not to fake tensors."""
+        """For a sum of gradients, the gradient whose place it takes: autograd adds in place, but not to fake tensors."""
         if not e.backward or e.name != "aten::add.Tensor" or len(e.outputs) != 1 or e.outputs[0] not in self.large:
             return None
         blocks, size = self.of.blocks, self.of.blocks[e.outputs[0]].size
@@ -193,7 +193,9 @@ class Builder:
                 self.released[self.now.pop(b)] = len(self.ops)
 
     def _cycle(self, starts: dict[int, int]) -> tuple[tuple[int, int], ...]:
-        """What is there in both periods is itself; what was made by the same op of the step takes the other's place."""
+        """A storage that exists in both periods follows itself; otherwise the result of the same op of the step takes
+        its place.
+        """
         named = {(b.birth[1], b.birth[2]): k for k in starts if (b := self.of.blocks[k]).birth[0] == CALLS - 2}
         found = []
         for k, s in self.now.items():

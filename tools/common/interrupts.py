@@ -27,7 +27,8 @@ def ends_at_once(verb: str) -> Iterator[None]:
         os._exit(128 + number)
 
     ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # who has another one knows why
+    # a different handler was installed on purpose
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, end)

@@ -1,4 +1,6 @@
-"""What a plan is for: a function of a user's file that makes a step, or a model from the config of transformers in a folder."""
+"""The subject of a plan: a function of a user's file that makes a step, or a model from the config of transformers in a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def maker(args: argparse.Namespace) -> Callable[[], Step]:
-    """What makes the step; nothing is made yet, but the user's file has run.
+    """The function that makes the step. It has not been called yet, but the user's file has run.
 
     Args:
-        args: `what`, and of a folder `batch`, `sequence`, `optimizer`, `dtype`, `checkpointing`.
+        args: `what`, and for a folder `batch`, `sequence`, `optimizer`, `dtype`, `checkpointing`.
 
     Raises:
         UsageError: there is no such function, file or folder.
@@ -75,7 +77,7 @@ def _language_model(folder: Path, args: argparse.Namespace) -> Step:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         config.use_cache = False
         model = auto.from_config(config, dtype=DTYPES[args.dtype])
-    except Exception as error:  # whatever transformers makes of what is in it
+    except Exception as error:  # any error of transformers about the folder's contents
         said = " ".join(str(error).split())
         raise UsageError(f"{folder} has no language model's config: {said[:200]}") from None
     most = getattr(config, "max_position_embeddings", None) or 2048

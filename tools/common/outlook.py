@@ -1,4 +1,4 @@
-"""What a budget would do to a step that was traced: the plan, what leaves by kind, and memory over the step."""
+"""Effect of a budget on a traced step: the plan, evicted bytes by kind, and memory over the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memmgr.policies.trace.plan import Plan
 from memmgr.policies.trace.schedule import Do, Replay, Step
 
 KINDS = ("parameter", "gradient", "optimizer state", "activation", "other")
-"""`other`: tensors too small to leave, and what ops need for themselves."""
+"""`other`: tensors too small to be evicted, and workspaces of ops."""
 
 _WORTH_HALVING = 0.02
 _HALVINGS = 4
@@ -24,24 +24,26 @@ class Outlook:
     """One step at one budget; the fields of --json.
 
     Attributes:
-        device: whose rates were taken.
+        device: the one whose rates were taken.
         budget_bytes: most bytes resident.
-        fits: whether a plan was found.
+        fits: a plan was found.
         overhead: its time over the unmanaged step's; None: it does not fit.
         seconds: predicted time of a step, waits included.
-        lower_bound: no schedule's overhead is smaller; None: nothing is known.
+        lower_bound: no schedule's overhead is smaller; None: not known.
         unmanaged_seconds: of the step without a budget.
         unmanaged_peak_bytes: without a budget.
-        least_bytes: what the op that needs most touches: no budget below it works.
-        held_bytes: by kind, what lives from step to step.
+        least_bytes: bytes that the largest op touches: no budget below it works.
+        held_bytes: by kind, bytes that live from step to step.
         written_bytes: by kind, to the tier in a step.
         read_bytes: by kind, back.
         remade_bytes: by kind, dropped and made again.
         remade_ops: ops that run again.
-        tier_bytes: most bytes that are below at a time.
+        tier_bytes: most bytes in the tier at a time.
         tier_room_bytes: how many there may be; None: any number.
-        half_overhead_budget_bytes: the budget at which half of the overhead is left; None: it is not worth asking.
-        fitting_budget_bytes: where it does not fit, the smallest in steps of 5 % of the need that does; None: none is known.
+        half_overhead_budget_bytes: the budget at which half of the overhead is left; None: not computed, the overhead
+            is too small.
+        fitting_budget_bytes: where it does not fit, the smallest in steps of 5 % of the need that does; None: none is
+            known.
     """
 
     device: str
@@ -78,7 +80,7 @@ class Level:
 
 
 def outlook(trace: Trace, budget_bytes: int, link: TierLink | None, *, effort: int = EFFORT) -> tuple[Outlook, Plan]:
-    """What a budget would do.
+    """Effect of a budget.
 
     Args:
         trace: with times.
@@ -140,7 +142,8 @@ def half_overhead(trace: Trace, of: Outlook, link: TierLink | None, *, effort: i
 
 
 def fitting(trace: Trace, of: Outlook, link: TierLink | None, *, effort: int = EFFORT) -> int:
-    """The smallest budget in steps of 5 % of the need that fits, by bisection between what is known not to and the whole need.
+    """The smallest budget in steps of 5 % of the need that fits, by bisection between a budget that does not fit and
+    the whole need.
 
     Args:
         of: a budget that does not fit.
@@ -156,12 +159,12 @@ def fitting(trace: Trace, of: Outlook, link: TierLink | None, *, effort: int = E
 
 
 def kind_of(trace: Trace) -> list[str]:
-    """What each storage is to the training."""
+    """The kind of each storage in the training."""
     program = program_of(trace, plain(trace))
     found = ["activation"] * len(trace.storages)
     of_blocks = kinds(program)
     for block, kind in zip(program.blocks, of_blocks, strict=True):
-        if block.held:  # the others, among them what one of these goes on as, are activations
+        if block.held:  # all others are activations, also those that one of these becomes
             for _, s in block.versions:
                 found[s] = kind.value
     for first, late in program.handed.items():  # the same thing, of the next step
@@ -174,7 +177,7 @@ def kind_of(trace: Trace) -> list[str]:
 
 
 def least_bytes(trace: Trace) -> int:
-    """What the op that needs most touches, and what can never leave."""
+    """Bytes that the largest op touches, and those that can never be evicted."""
     size = [storage.size_bytes for storage in trace.storages]
     handed = trace.handed_bytes
     ops = (
@@ -187,7 +190,7 @@ def least_bytes(trace: Trace) -> int:
 
 
 def tier_bytes(trace: Trace, made: Plan) -> int:
-    """Most bytes that the tier holds: a copy stays until its storage changes or is let go of."""
+    """Most bytes that the tier holds: a copy stays until its storage changes or is released."""
     size = [storage.size_bytes for storage in trace.storages]
     there = {*made.away, *made.clean}
     level = most = sum(size[s] for s in there)
@@ -215,7 +218,7 @@ def levels(trace: Trace, steps: tuple[Step, ...] | None = None, made: Plan | Non
 
     Args:
         trace: with times.
-        steps: what is done; None: the program as it is.
+        steps: the schedule; None: the program as it is.
         made: the plan that they are from.
     """
     kind = [KINDS.index(name) for name in kind_of(trace)]

@@ -1,4 +1,6 @@
-"""What a verb writes: files are looked at before the work begins and put in place whole, and only it prints."""
+"""Output files of the verbs: paths are checked before the work begins, and files are put in place whole. Only this
+module prints.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from memmgr.tools.common.usage_error import UsageError
 
 
 def check_output(path: Path, option: str, read: Iterable[Path] = ()) -> None:
-    """Can it be written, as far as one can say, and is nothing lost by it?
+    """Checks as far as possible that the file can be written, and that no input is lost by it.
 
     Args:
         path: the file.
-        option: the word that named it.
-        read: what the verb reads itself.
+        option: the option that named it.
+        read: files that the verb reads itself.
 
     Raises:
         UsageError: a folder, a file in no folder, or one of those that are read.
@@ -29,7 +31,7 @@ def check_output(path: Path, option: str, read: Iterable[Path] = ()) -> None:
 
 
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:
-    """Writes it beside and puts it in place: what was there stays where this fails.
+    """Writes a temporary file beside it and renames that, so that a failure keeps the old file.
 
     Raises:
         OSError: it cannot be written.

@@ -1,10 +1,10 @@
-"""What a device can do at most: arithmetic, memory and link. By it the time of an op is told before it runs.
+"""Peak rates of a device: arithmetic, memory and link. They predict the time of an op before it runs.
 
 An op takes as long as the slower of its arithmetic and its bytes would at those rates (the roofline: Williams, Waterman,
-Patterson, CACM 2009, doi 10.1145/1498765.1498785). Where a table of measured calls knows the op, it takes what was measured.
+Patterson, CACM 2009, doi 10.1145/1498765.1498785). If a table of measured calls has the op, its measured time counts.
 
 *Known limitations*: the named devices have their makers' figures, which no kernel reaches: real steps take longer, by half and
-more where tensors are small. Copies are as optimistic as ops, so what a plan adds to a step is nearer to the truth than the
+more where tensors are small. Copies are as optimistic as ops, so a plan's overhead is closer to the truth than the
 step's length. Kernel launches count as nothing on a named device.
 """
 
@@ -25,13 +25,13 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call of torch does, by which its time on a device is told.
+    """The work of a call of torch, from which its time on a device is predicted.
 
     Attributes:
         signature: equal for calls that take equal time: name, shapes, strides, types, other arguments.
         flops: by torch's formulas; 0 where there is none.
         moved_bytes: read and written, each tensor once.
-        dtype: of what is computed with, as "float32"; "tf32" where torch may round to that.
+        dtype: of the computation, as "float32"; "tf32" if torch may round to that.
     """
 
     signature: str
@@ -46,14 +46,14 @@ class Rates:
 
     Attributes:
         name: the device's.
-        flops: of matrix products, a second, by dtype; what is not in it runs at the rate of "float32".
+        flops: of matrix products, a second, by dtype; a missing dtype runs at the rate of "float32".
         bytes_per_second: to and from its memory.
         memory_bytes: its size.
         link: to the tier below.
         source: where the figures are from.
-        accelerator: whether a step's kernels are an accelerator's.
-        call_seconds: what each call of torch takes on top.
-        calls: by signature, what was measured: seconds, and bytes beyond the outputs at the worst moment.
+        accelerator: a step's kernels are an accelerator's.
+        call_seconds: overhead of each call of torch.
+        calls: measurements by signature: seconds, and bytes beyond the outputs at the worst moment.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Rates:
     calls: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def seconds(self, work: Work) -> float:
-        """What a call takes."""
+        """Seconds of a call."""
         if work.signature in self.calls:
             return self.calls[work.signature][0]
         rate = self.flops.get(work.dtype, self.flops["float32"])
         return max(work.flops / rate, work.moved_bytes / self.bytes_per_second)
 
     def scratch_bytes(self, work: Work) -> int:
-        """What a call needs beyond its outputs while it runs; 0 where that was not measured."""
+        """Bytes that a call needs beyond its outputs while it runs; 0 if that was not measured."""
         return self.calls[work.signature][1] if work.signature in self.calls else 0
 
 

@@ -1,4 +1,4 @@
-"""What the budgets of a sweep know of each other."""
+"""Shares schedules between the budgets of a sweep."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 
 def no_worse(seconds: Sequence[float | None]) -> list[int]:
-    """Whose schedule each budget takes: what keeps a budget keeps every larger one, and a search may find less in that.
+    """The budget whose schedule each budget uses. A schedule that fits a budget fits every larger one, for which a
+    search may find a worse one.
 
     Args:
-        seconds: what a step takes, the largest budget first; None: no schedule was found.
+        seconds: time of a step, the largest budget first; None: no schedule was found.
 
     Returns:
-        Of each, the place of the best among itself and all that are smaller.
+        For each budget, the index of the best among itself and all smaller ones.
     """
     best = len(seconds) - 1
     found = []

@@ -1,4 +1,4 @@
-"""What a user got wrong: said in one line, exit code 2, no traceback; where it is almost right, with what was meant."""
+"""Mistakes of the user: one line, exit code 2, no traceback, and a suggestion if the word is almost right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """As argparse's own, with what was meant."""
+        """As argparse's own, with a suggestion."""
         if missing := re.fullmatch(r"argument (.*): expected one argument", message):
             message += self._negative(missing[1].split("/"))
         super().error(message + self._meant(message))

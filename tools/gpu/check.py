@@ -3,6 +3,7 @@
     memmgr gpu-check first --out FOLDER             does it work, and where is it slow? 300 seconds
     memmgr gpu-check second --out FOLDER            what users do besides, and the figures; 400 seconds
     memmgr gpu-check --device cpu --out FOLDER      a rehearsal with tiny models
+    memmgr gpu-check --simulated --out FOLDER       step times of the real models on a simulated H100, from a checkout
     python -P tools/gpu/check.py first --out FOLDER the same, from a checkout
 
 Made for a machine that is lent for minutes and has no network. Acts run in order of what they teach, each a process with
@@ -12,6 +13,9 @@ wrong, FOLDER/smi.csv the samples of nvidia-smi. A folder that is full or cannot
 An act that does not fit into the seconds that are left is skipped. So is one that FOLDER/raw.jsonl says has ended well: a
 second start goes on where the first one stopped. Take a new folder for other code. The first act that a signal or a CUDA error
 ends runs once more under compute-sanitizer, and, after a signal, under cuda-gdb, where these are on the PATH.
+
+A simulation needs no GPU: the ops of the real models run on the tests' device, whose kernels, copies and driver calls take
+virtual time by a table of figures and do nothing else. A check on a GPU writes such a table, FOLDER/figures.json.
 
 The last lines are the verdicts: F-number, TRUE (the risk is real), FALSE or unknown, what was expected, what was seen.
 
@@ -44,7 +48,8 @@ if not __package__:  # run by its path: the siblings are beside it, and memmgr i
     sys.modules[__package__] = ModuleType(__package__)
     sys.modules[__package__].__path__ = [str(Path(__file__).resolve().parent)]
 
-from .plans import CALLS, Act, Place
+from . import figures
+from .plans import CALLS, SIMULATED, SLOWER, Act, Place
 from .verdicts import Line, summary
 
 LEAST_SECONDS = 8.0
@@ -56,7 +61,7 @@ TEXT_LINES = 400
 
 
 class Wrong(Exception):
-    """What the user got wrong; the text is the line."""
+    """A mistake of the user; the text is the line."""
 
 
 class Check:
@@ -91,7 +96,7 @@ class Check:
             file.write(text.encode(errors="replace"))
 
     def _earlier(self) -> set[str]:
-        """The acts that have ended well in this folder; what they said is read."""
+        """The acts that have ended well in this folder; their lines are read."""
         found: list[Line] = []
         with contextlib.suppress(OSError):
             if (self.place.out / "raw.jsonl").is_file():
@@ -113,7 +118,7 @@ class Check:
             self._write("raw.jsonl", json.dumps(line) + "\n")
 
     def run(self, act: Act) -> None:
-        """One act, within its limit and what is left of the time."""
+        """Runs one act within its limit and the time that is left."""
         if act.missing:
             return self.say(act.name, event="skipped", why=act.missing)
         limit = min(act.limit_seconds, self.ends - time.monotonic())
@@ -121,7 +126,9 @@ class Check:
             return self.say(act.name, event="skipped", why="no time left")
         begun = time.monotonic()
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **act.env}
-        if not self.place.on_gpu:
+        if self.place.simulated:
+            env["OMP_NUM_THREADS"] = "1"
+        elif not self.place.on_gpu:
             env |= {"MEMMGR_PAGER_SMALL": "512", "OMP_NUM_THREADS": "1"}  # cells as small as the models
         try:
             process = subprocess.Popen(
@@ -133,7 +140,7 @@ class Check:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # what the act has started ends with it
+                start_new_session=True,  # processes that the act has started end with it
             )
         except OSError as error:
             return self.say(act.name, event="ended", code=str(error), seconds=0)
@@ -218,7 +225,7 @@ class Check:
         for tool, words in tools.items():
             command = [*words, *act.command]
             missing = "" if shutil.which(tool) else f"{tool} is not on the PATH"
-            # Of no group: a good end here is none of the act.
+            # The act's group is not kept: a good end here is none of the act.
             closer = replace(act, name=f"{tool} {act.name}", group=tool, command=command, missing=missing)
             self.run(replace(closer, limit_seconds=CLOSER_SECONDS))
 
@@ -247,7 +254,7 @@ SAMPLES = "timestamp,memory.used,utilization.gpu,clocks.sm,pcie.link.gen.current
 
 
 def facts(check: Check) -> None:
-    """Of the machine."""
+    """Writes the facts of the machine."""
     check.say("facts", name="python", text=sys.version.split()[0])
     for name, command in FACTS.items():
         with contextlib.suppress(subprocess.SubprocessError, OSError):
@@ -257,7 +264,7 @@ def facts(check: Check) -> None:
 
 @contextlib.contextmanager
 def helpers(place: Place) -> Iterator[None]:
-    """What runs beside the acts."""
+    """Runs helper processes beside the acts."""
     running: list[subprocess.Popen[bytes]] = []
     quiet = subprocess.DEVNULL
     if place.on_gpu:
@@ -295,6 +302,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, help="for all acts (default: 300 for the first call, 400 for the second)"
     )
     parser.add_argument("--only", default="", help="acts whose names begin with one of these, with commas between")
+    parser.add_argument(
+        "--simulated",
+        nargs="?",
+        type=Path,
+        const=figures.H100,
+        metavar="FIGURES",
+        help="no GPU: virtual times by a table of figures (default: an H100's)",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with tiny models")
 
 
@@ -304,16 +319,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         Wrong: no such act, no time, or no GPU.
     """
-    place = Place(args.out, args.device)
+    place = Place(args.out, args.device) if args.simulated is None else Place(args.out, "simulated", args.simulated)
     calls = list(CALLS) if args.call == "both" else [args.call]
     seconds = sum(CALLS[name][1] for name in calls) if args.seconds is None else args.seconds
+    if place.simulated and args.seconds is None:
+        seconds *= SLOWER
     if not seconds > 0:
         raise Wrong(f"--seconds {seconds:g}: there is no time")
     acts = [act for name in calls for act in CALLS[name][0](place)]
     once: dict[str, Act] = {}
     for act in acts:
         once.setdefault(act.name, act)  # both calls may have it
-    acts = list(once.values())
+    acts = [act for act in once.values() if not place.simulated or act.name.startswith(SIMULATED)]
     for prefix in filter(None, (word.strip() for word in args.only.split(","))):
         if not any(act.name.startswith(prefix) for act in acts):
             raise Wrong(f"no act begins with {prefix!r}; there are {', '.join(act.name for act in acts)}")
@@ -322,12 +339,25 @@ def run(args: argparse.Namespace) -> int:
         acts = [act for act in acts if act.name.startswith(prefixes)]
     if place.on_gpu and not has_gpu():
         raise Wrong("the driver has no GPU; --device cpu rehearses the same acts with tiny models")
-    if not place.on_gpu:
+    if place.simulated:
+        try:
+            figures.read(place.figures)
+        except (OSError, ValueError, KeyError) as error:
+            raise Wrong(f"--simulated: {error}") from None
+        print(
+            f"A SIMULATION with the figures of {place.figures}: no GPU was used, and all times are virtual.", flush=True
+        )
+    elif not place.on_gpu:
         print("A rehearsal on the CPU with tiny models: its figures say nothing about a GPU.", flush=True)
     check = Check(place, seconds)
     with helpers(place):
         facts(check)
         check.all(acts)
+    calls_seen = [line for line in check.lines if line["act"] == "driver calls"]
+    if any("value" in line for line in calls_seen):
+        with contextlib.suppress(OSError):
+            table = figures.of_check(calls_seen, time.strftime("%Y-%m-%d"))
+            (place.out / "figures.json").write_text(figures.written(table))
     return 0 if summary(check.lines) else 1
 
 

@@ -151,7 +151,7 @@ struct Call<CUresult(Arguments...)> {
     current_call.store(name, std::memory_order_relaxed);
     return function(arguments...);
   }
-  // Raises what is not success.
+  // Throws `Failed` on any code but success.
   void operator()(Arguments... arguments) const {
     const CUresult code = Code(arguments...);
     if (code != kSuccess) throw Failed(ErrorText(name, code));
@@ -255,7 +255,7 @@ Spread SpreadOf(std::vector<double> values) {
   return {values[values.size() / 2], values.front(), values.back()};
 }
 
-// ---- what the sections share -----------------------------------------------------------------------------------
+// ---- shared by the sections ------------------------------------------------------------------------------------
 
 // Made by: nvcc 13.0 -ptx -arch=compute_80 tools/gpu/kernels.cu; the text between the quotes is its output, unchanged.
 const char kKernels[] = R"PTX(//
@@ -415,7 +415,7 @@ CUfunction Kernel(CUfunction function) {
   return function;
 }
 
-// For giving back: what fails is left as it is.
+// Gives resources back: a failure is ignored.
 template <class Act>
 void Try(Act act) {
   try {
@@ -858,7 +858,7 @@ void HostCosts() {
       });
     }
   }
-  // Beside a running kernel: what is pending or busy.
+  // Calls beside a running kernel: events are pending and streams busy.
   const auto busy = [&](const std::string& name, int limit, auto act) {
     Figure("host." + name, 0.15, [&] {
       const Event event;
@@ -992,7 +992,7 @@ class PageRun {
 };
 
 constexpr size_t kHandleMiB[] = {2, 8, 20, 32, 128};
-double idle_seconds[std::size(kHandleMiB)] = {};  // what the pages took with nothing beside them
+double idle_seconds[std::size(kHandleMiB)] = {};  // seconds that the pages took with nothing beside them
 
 std::string PagesName(bool beside, size_t mib) {
   return std::string(beside ? "pages.beside_kernel_" : "pages.idle_") + std::to_string(mib) + "MiB";
@@ -1302,7 +1302,7 @@ void Locking() {
   }
 }
 
-// What takes longest, behind all other sections.
+// The figures that take longest, behind all other sections.
 void Large() {
   TwoThreads();
   RegisterFigure("locking.touch_8_register_4GiB", 4 * kGiB, 8);
@@ -1555,7 +1555,7 @@ void Watch(double seconds) {
 struct Part {
   const char* name;
   double most_seconds;     // cap
-  double reserve_seconds;  // what is kept for the sections behind it
+  double reserve_seconds;  // seconds that are kept for the sections behind it
   void (*run)();
 };
 constexpr Part kParts[] = {

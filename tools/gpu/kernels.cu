@@ -1,6 +1,6 @@
 // The kernels of driver_calls.cpp, which embeds their PTX text and says how the text is made.
 
-// Does nothing. It measures what a launch costs.
+// Does nothing. It measures the cost of a launch.
 extern "C" __global__ void empty_kernel() {}
 
 // Runs for `nanoseconds` of the device's global timer. Each thread owns one word of `data`, `stride` words after its

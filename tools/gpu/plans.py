@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import shutil
@@ -12,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .figures import H100
+
 HERE = Path(__file__).resolve().parent
-HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,24 @@ class Place:
     """Where the check runs.
 
     Attributes:
-        out: the folder for what the acts leave.
-        device: "cuda"; "cpu" is a rehearsal with tiny models.
+        out: the folder for the acts' files.
+        device: "cuda"; "cpu" is a rehearsal with tiny models; "simulated" a device of the tests with virtual time.
+        figures: the table of a simulation.
     """
 
     out: Path
     device: str = "cuda"
+    figures: Path = H100
 
     @property
     def on_gpu(self) -> bool:
         """There is something to measure."""
         return self.device == "cuda"
+
+    @property
+    def simulated(self) -> bool:
+        """Times are virtual."""
+        return self.device == "simulated"
 
 
 def by_path(name: str, *words: str) -> list[str]:
@@ -65,11 +72,16 @@ def train(place: Place, name: str, group: str, limit: float, spec: dict[str, Any
     """An act that trains."""
     plain = {"MEMMGR_INSTALL": "0"} if spec.get("plain") else {}
     spec = {"seconds": limit - 6, "device": place.device, **spec}
-    if not place.on_gpu:
+    if place.simulated:
+        tests = [folder / "tests" for folder in (HERE.parents[1], Path.cwd()) if (folder / "tests" / "memdev").is_dir()]
+        limit *= SLOWER
+        spec |= {"figures": str(place.figures), "tests": str(tests[0]) if tests else "", "seconds": limit - 6}
+        if not tests:
+            return Act(name, [], group, limit, missing="no checkout with tests/memdev here")
+    elif not place.on_gpu:
         spec["tiny"] = True
-    missing = "torchvision is missing" if spec["model"].startswith("resnet") and not HAS_TORCHVISION else ""
     command = by_path("train.py", json.dumps(spec))
-    return Act(name, command, group, limit, {**plain, **env}, needs="smoke", missing=missing)
+    return Act(name, command, group, limit, {**plain, **env}, needs="smoke")
 
 
 def bits(place: Place, model: str, **spec: Any) -> Act:
@@ -91,7 +103,7 @@ def bits(place: Place, model: str, **spec: Any) -> Act:
 
 
 def timing(place: Place, model: str, limit: float) -> Act:
-    """Steps in half and a quarter of the activations, and what each choice changes."""
+    """Steps in half and a quarter of the activations, and the effect of each choice."""
     steady: dict[str, Any] = {"warm": 6, "settle": 60, "settle_seconds": 7, "steps": 6}
     fixed: dict[str, Any] = {"warm": 6, "settle": 30, "settle_seconds": 4, "steps": 4}
     trace = str(place.out / f"{model}-trace.json.gz")
@@ -113,8 +125,7 @@ def first(place: Place) -> list[Act]:
     steps: dict[str, Any] = {"warm": 0, "steps": 3, "host": "1GiB"}
     smoke = [{"name": "none", **steps}, {"name": "measure", "measure": True, **steps}]
     smoke += [{"name": "75 %", "of_need": 0.75, **steps}]
-    model = "resnet18" if HAS_TORCHVISION else "unet"
-    spec: dict[str, Any] = {"model": model, "deterministic": True, "runs": smoke}
+    spec: dict[str, Any] = {"model": "resnet18", "deterministic": True, "runs": smoke}
     native = {"MEMMGR_CONF": "allocator:native"}
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **native}
     acts = [
@@ -152,6 +163,10 @@ def second(place: Place) -> list[Act]:
     return [*acts, op_cost(place)]
 
 
+SLOWER = 4
+"""A simulation runs all ops of a real model on the CPUs that are there: its acts have so many times the seconds."""
+SIMULATED = ("timing", "plain ")
+"""The acts that a simulation has begin so: others are about bits or torch's own device."""
 CALLS: dict[str, tuple[Callable[[Place], list[Act]], float]] = {"first": (first, 300), "second": (second, 400)}
 """By name: the acts, and the seconds that they have by default."""
 
@@ -170,7 +185,7 @@ def op_cost(place: Place) -> Act:
 
 
 def driver_calls(place: Place) -> Act:
-    """The table of what the driver's calls cost; compiled where no binary was carried here."""
+    """The table of the costs of the driver's calls; compiled where no binary was carried here."""
     act = Act("driver calls", [], "driver", 30)
     if not place.on_gpu:
         return replace(act, missing="no GPU in a rehearsal")

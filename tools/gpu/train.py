@@ -6,6 +6,8 @@ Started by its path by `check.py`, so that a process can leave memmgr out: `"pla
 runs are torch's own. Otherwise memmgr is imported before CUDA is initialised, as a user would, and its allocator serves all runs.
 
 Keys at the top: `model`, `tiny`, `batch`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that).
+`device` "simulated" is the tests' device with virtual time (simulated.py) in `tests`, a folder of a checkout: the models are the
+real ones, their kernels take their time and do nothing, `figures` is the table. All seconds of steps are virtual there.
 Keys of a run, all optional except `name`:
     budget: bytes, or null for none; `of_activations`: the budget is the fixed part + this share of the activations;
     `of_need`: this share of the need. Both need an earlier run with `"measure": true`.
@@ -19,12 +21,14 @@ Keys of a run, all optional except `name`:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import threading
@@ -47,10 +51,13 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-DEVICE = SPEC.get("device", "cuda")
+SIMULATED = SPEC.get("device") == "simulated"
+DEVICE = "memdev" if SIMULATED else SPEC.get("device", "cuda")
 ON_GPU = DEVICE == "cuda"
 TINY = SPEC.get("tiny", False)
 BEGUN = time.perf_counter()
+clock = time.perf_counter  # of steps; virtual in a simulation
+simulation: Any = None
 
 
 def say(**fields: Any) -> None:
@@ -58,8 +65,8 @@ def say(**fields: Any) -> None:
     print(json.dumps({"model": SPEC["model"], **fields}), flush=True)
 
 
-def _sibling(name: str) -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "bench" / f"{name}.py"
+def _sibling(name: str, folder: str = "bench") -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_gpu_train_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -89,9 +96,9 @@ def gpt2(fp32: bool = False) -> Made:
         "vocabulary": 50257,
         "dropout": 0.1,
     }
-    if (TINY and ON_GPU) or fp32:
+    if (TINY and (ON_GPU or SIMULATED)) or fp32:
         sizes |= {"layers": 4, "heads": 4, "width": 256, "context": 256, "vocabulary": 1024}
-    if TINY and not ON_GPU:
+    if TINY and DEVICE == "cpu":
         sizes |= {"layers": 2, "heads": 2, "width": 32, "context": 64, "vocabulary": 64}
     model = gpt.GPT(gpt.GPTConfig(**sizes))
 
@@ -106,11 +113,10 @@ def gpt2(fp32: bool = False) -> Made:
 
 def resnet(depth: int) -> Made:
     """ResNet-50 at 224 x 224, batch 128, or a small ResNet-18; bf16 autocast, channels_last."""
-    torchvision: Any = importlib.import_module("torchvision")  # not on every machine that checks types
     batch, side = (128, 224) if depth == 50 else (32, 96)
     if TINY:
         batch, side = 4, 64
-    model = getattr(torchvision.models, f"resnet{depth}")().to(memory_format=torch.channels_last)
+    model = _sibling("resnet").ResNet(depth).to(memory_format=torch.channels_last)
 
     def loss() -> Tensor:
         images = torch.randn(SPEC.get("batch", batch), 3, side, side, device=DEVICE).contiguous(
@@ -221,7 +227,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-# ---- what is watched -------------------------------------------------------------------------------------------------
+# ---- watched values --------------------------------------------------------------------------------------------------
 
 
 class Nvml:
@@ -252,6 +258,8 @@ def synchronize() -> None:
     """Waits for the GPU."""
     if ON_GPU:
         torch.cuda.synchronize()
+    elif SIMULATED:
+        torch.accelerator.synchronize()
 
 
 def digest(model: nn.Module, losses: list[Tensor]) -> str:
@@ -290,7 +298,7 @@ def plans_now(mm: Any) -> bool:
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Of counters; a key that was not there counts from zero."""
+    """The changes of counters; a key that was not there counts from zero."""
     return {key: round(value - before.get(key, 0), 6) for key, value in after.items() if value != before.get(key, 0)}
 
 
@@ -386,14 +394,16 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
     settle_begun = time.perf_counter()
     for taken in range(max(warm, most)):
         planning = mm is not None and plans_now(mm)
-        begun = time.perf_counter()
+        begun = clock()
         step()
         synchronize()
-        warm_times.append(round(time.perf_counter() - begun, 4))
+        warm_times.append(round(clock() - begun, 4))
         if planning and plans_now(mm):
             beside_planner.append(warm_times[-1])
         if mm is None or taken + 1 < warm:
             continue
+        if SIMULATED:
+            mm._runtime.plans.wait()  # a plan takes no virtual time
         stats = mm.stats()
         since = since + 1 if stats["plans"] == plans else 0
         plans = stats["plans"]
@@ -409,16 +419,23 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
     steps = run.get("steps", 5)
     host_times, marks = [], []
     synchronize()
-    begun = time.perf_counter()
+    if SIMULATED:
+        simulation.begin()
+    begun = clock()
     for _ in range(steps):
-        at = time.perf_counter()
+        at = clock()
         step()
-        host_times.append(time.perf_counter() - at)
+        host_times.append(clock() - at)
         if ON_GPU:
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
     synchronize()
-    out["step"] = round((time.perf_counter() - begun) / steps, 5)
+    out["step"] = round((clock() - begun) / steps, 5)
+    if SIMULATED:
+        seen = out["simulated"] = simulation.end(steps)
+        out["kernel_seconds"] = seen["kernels"]
+        out["DtoH"] = {"seconds": seen["out"], "under_kernels": seen["out_under_kernels"]}
+        out["HtoD"] = {"seconds": seen["in"], "under_kernels": seen["in_under_kernels"]}
     out["host_step"] = round(statistics.median(host_times), 5)
     if len(marks) > 2:
         out["device_steps"] = [round(a.elapsed_time(b), 2) for a, b in zip(marks, marks[1:], strict=False)]
@@ -431,6 +448,8 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
                 difference(kept, {k: before[0].get(k, 0) for k in kept}) | difference(figures, before[1])
             ).items()
         }
+        if SIMULATED:  # the core's own clock is the machine's
+            out["per_step"] |= {f"device.{name}_nanoseconds": 1e9 * seen[name] for name in ("map", "unmap")}
         out |= {
             "peak": stats["resident_bytes.peak"],
             "committed_peak": stats["committed_bytes.peak"],
@@ -513,12 +532,43 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
     return found
 
 
+def simulate() -> None:
+    """Makes the tests' device this process's accelerator."""
+    global simulation, clock
+    tests = Path(SPEC["tests"])
+    sys.path.insert(0, str(tests))
+    memory = 80 << 30
+    handles = importlib.import_module("memdev").start(mode="timed", memory_bytes=memory, hollow=True)
+    os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
+    if not PLAIN:
+        from memmgr.native import pager
+        from memmgr.native.build import load_core
+
+        pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0)
+        # Locked in the pieces of a GPU, and never touched.
+        load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
+    figures = _sibling("figures", "gpu")
+    table = figures.read(Path(SPEC.get("figures", figures.H100)))
+    simulation = _sibling("simulated", "gpu").Simulation(handles.fake, table)
+    clock = simulation.now
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, dropout_p: float = 0.0) -> Tensor:
+        fused = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+        out: Tensor = fused(q, k, v, None, dropout_p, is_causal)[0]
+        return out
+
+    # One kernel each way, as on a GPU.
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+
+
 def main() -> None:
     """All runs, one after the other; one that fails is told, and the others are tried."""
     if SPEC.get("deterministic"):
         torch.use_deterministic_algorithms(True, warn_only=True)
     with contextlib.suppress(Exception):
         torch.backends.cudnn.benchmark = SPEC.get("benchmark", False)
+    if SIMULATED:
+        simulate()
     if ON_GPU:
         torch.cuda.init()
         torch.zeros(1, device=DEVICE)

@@ -54,7 +54,7 @@ class Figures:
                 yield line
 
     def call(self, name: str) -> Line:
-        """What the table of driver calls has under that name; empty: nothing."""
+        """The line of that name in the table of driver calls; empty: there is none."""
         return next((line for line in self.lines if line["act"] == "driver calls" and line.get("name") == name), {})
 
     def plain_step(self, line: Line) -> float:
@@ -254,7 +254,7 @@ RISKS: tuple[Callable[[Figures], Verdict], ...] = (
 )  # fmt: skip
 
 
-# ---- what to do next -------------------------------------------------------------------------------------------------
+# ---- next steps ------------------------------------------------------------------------------------------------------
 
 
 def next_steps(f: Figures, verdicts: Iterable[Verdict]) -> Iterator[str]:
@@ -318,6 +318,15 @@ def run_text(f: Figures, line: Line) -> str:
         ]
     if planned := line.get("planned"):
         parts.append(f"planned {planned.get('overhead')}x")
+    if seen := line.get("simulated"):
+        idle = ", ".join(f"{why} {1e3 * seconds:.1f}" for why, seconds in seen["idle"].items()) or "never"
+        parts += [
+            f"ideal {1e3 * seen['ideal']:.1f} ms (kernels {1e3 * seen['kernels']:.1f})",
+            f"overlap {seen['overlap'] or 0:.0%} link {seen['link_use']:.0%} lead {1e3 * seen['lead']:.1f} ms",
+            f"idle ms: {idle}",
+            f"drains {seen['drains']:.0f} queries {seen['queries']:.0f} for {seen['ops']:.0f} kernels "
+            f"pageable {seen['pageable bytes']:.0f} B",
+        ]
     return " | ".join(parts)
 
 

@@ -1,1 +1,1 @@
-"""What a user calls: one file a verb, each with `add_arguments`, `run` and a docstring that is its help."""
+"""The verbs of the command line: one file each, with `add_arguments`, `run` and a docstring that is its help."""

@@ -51,7 +51,7 @@ def _whole() -> argparse.ArgumentParser:
 
 
 def _say_what_completes(action: Any) -> None:
-    """From what an option already says of itself, so that no verb has to know about shells."""
+    """Derives completions from each option's own description, so that no verb has to know about shells."""
     import shtab
 
     from memmgr.policies import FILTERS, POLICIES

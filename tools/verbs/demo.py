@@ -2,15 +2,15 @@
 
 The model is a byte-level GPT of 10.9 M parameters, with dropout and AdamW; it learns the source files of this Python's
 standard library. Every run is a process of its own, starts from the same seed and takes the same steps. The processes
-take turns, a step each, the others stopped meanwhile: what else the machine does meets all of them. A run's bits are
-the SHA-256 over its parameters, optimizer state, RNG streams and losses.
+take turns, a step each, while the others are stopped, so that other work of the machine affects all of them. A run's
+bits are the SHA-256 over its parameters, optimizer state, RNG streams and losses.
 
-What "it needed" means: the unmanaged run executes without memmgr, with torch's own allocator. Its time per step and its
-resident set are those of that run as it is. Its *need*, of which the budgets are shares, comes from two steps of the
-same training in another process, in which the C library is told to keep no freed memory back: the kernel's high-water
-mark of the resident set, over the process's start, is then the sum of the live tensors (parameters, gradients,
-optimizer state, activations, workspaces) at the worst moment. The need is smaller than the plain resident set, since
-that contains what malloc holds in reserve; a budget is a share of the smaller figure.
+"Needed" has this meaning: the unmanaged run executes without memmgr, with torch's own allocator. Its time per step and
+its resident set are those of that run as it is. Its *need*, of which the budgets are shares, comes from two steps of
+the same training in another process, in which the C library is told to keep no freed memory back: the kernel's
+high-water mark of the resident set, over the process's start, is then the sum of the live tensors (parameters,
+gradients, optimizer state, activations, workspaces) at the worst moment. The need is smaller than the plain resident
+set, since that contains malloc's reserve; a budget is a share of the smaller figure.
 
 Exit code 1: some bits differ, a budget was passed, or a process's resident set grew to more than its budget + 64 MB.
 """
@@ -33,7 +33,7 @@ from memmgr.tools.verbs.run import POLICY_HELP
 from memmgr.tools.view import plot
 
 RSS_SLACK_BYTES = 64_000_000
-"""What a managed process may take beside its budget: code, recipes, threads' stacks, copy buffers."""
+"""Memory of a managed process in addition to its budget: code, recipes, threads' stacks, copy buffers."""
 
 FULL = RunSpec("unmanaged", steps=10, sizes={"layers": 6, "heads": 6, "width": 384, "context": 256}, batch=12)
 QUICK = RunSpec("unmanaged", steps=12, sizes={"layers": 4, "heads": 4, "width": 128, "context": 128}, batch=12)
@@ -41,10 +41,10 @@ QUICK = RunSpec("unmanaged", steps=12, sizes={"layers": 4, "heads": 4, "width": 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about one run.
+    """The verdict about one run.
 
     Attributes:
-        same_bits: None where there is nothing to compare with.
+        same_bits: None without a reference.
         within: budget and RSS limit held; None where there is no budget.
     """
 
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _picture(out: Path) -> Path:
-    """Where it is drawn; what stands in the way is said before minutes of training."""
+    """The path of the picture; problems are reported before minutes of training."""
     picture = out / "memmgr-demo.png" if out.is_dir() else out
     if picture.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--out: {picture} ends in none of .png, .svg and .pdf")
@@ -127,7 +127,7 @@ def _picture(out: Path) -> Path:
 
 
 def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResult]:
-    """The unmanaged run and one per share of its need, in turns; only the first if what it needs cannot be measured."""
+    """The unmanaged run and one per share of its need, in turns. Only the first if its need cannot be measured."""
     with ProgressBar((1 + len(shares)) * base.steps) as bar:
 
         def show(spec: RunSpec, event: Event) -> None:
@@ -135,7 +135,7 @@ def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResul
                 loss, seconds = float.fromhex(event["loss"]), event["seconds"]
                 bar.say(f"{spec.label}: step {event['index'] + 1}, loss {loss:.3f}, {seconds:.2f} s", advance=1)
 
-        bar.say("unmanaged: measuring what it needs")
+        bar.say("unmanaged: measuring its need")
         need = measured(base)
         if need.failure:
             return [replace(need, spec=base)]
@@ -208,6 +208,6 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
 
 
 def _counted(stats: dict[str, float], count: str, total: str) -> str:
-    """ "12 (34 MB)"; just the count where bytes are not told."""
+    """ "12 (34 MB)"; just the count where the bytes are not known."""
     number = f"{stats.get(count, 0):,.0f}"
     return f"{number} ({megabytes(stats[total])})" if total in stats else number

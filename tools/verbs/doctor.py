@@ -1,13 +1,13 @@
-"""What will and will not work on this machine, and what to do about it.
+"""Checks which parts work on this machine, and gives a remedy for the others.
 
     memmgr doctor                  versions, compiler, devices, disk and memory, and a small training under a budget
     memmgr doctor --disk /nvme     the same with the folder that training would use
     memmgr doctor --json           for a bug report, or a cluster's health check
     memmgr doctor --measure here.json --step model.py:make_step   rates, and times of a step's ops, for memmgr plan
 
-Marks: "ok"; "weaker" works, with less speed or comfort; "NO" does not work. A line beside the last two says what to do.
+Marks: "ok"; "weaker" works, with less speed or comfort; "NO" does not work. The last two have a line of advice.
 
-Exit code: 0; 1 when something is marked NO; 2 for a folder that is none.
+Exit code: 0; 1 when a line is marked NO; 2 for a path that is not a folder.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Finding:
     """One line of the answer.
 
     Attributes:
-        name: what was looked at.
+        name: the subject of the check.
         mark: `OK`, `WEAKER` or `NO`.
-        text: what was found.
-        advice: what to do, where there is something.
+        text: the result.
+        advice: the remedy, if there is one.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: what memmgr.budget would take)")
+    parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: that of memmgr.budget)")
     parser.add_argument("--quick", action="store_true", help="measure the disk with 64 MB instead of 512 MB")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="write this machine's rates there; nothing else")
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.step and not args.measure:
         raise UsageError("--step is measured with --measure FILE")
     if args.measure and args.json:
-        raise UsageError("--json says what is found; the table of --measure is JSON already")
+        raise UsageError("--json prints the findings; the table of --measure is JSON already")
     if args.measure:
         from memmgr.tools.bench.measure import write
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What a check trips over is a finding, never a traceback."""
+    """Turns an exception of a check into a finding: never a traceback."""
     try:
         yield from check()
     except Exception as error:
@@ -174,7 +174,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """What would compile the native half for the next torch."""
+    """The compiler that would compile the native half for the next torch."""
     name = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
     how = "install one (Debian: apt install g++ python3-dev)"
     if not name:
@@ -266,7 +266,7 @@ def _cuda(count: int) -> Iterator[Finding]:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             there = torch.empty(size, dtype=torch.uint8, device="cuda")
             speeds = [_cuda_speed(there, host, size), _cuda_speed(host, there, size)]
-    except (RuntimeError, torch.OutOfMemoryError) as error:  # a GPU that somebody else fills
+    except (RuntimeError, torch.OutOfMemoryError) as error:  # a GPU that another process fills
         text = f"could not be measured: {(str(error).splitlines() or ['?'])[0]}"
         yield Finding("link", WEAKER, text, "try again when the GPU has 256 MB free")
         return
@@ -368,7 +368,7 @@ def _extras() -> Iterator[Finding]:
             yield Finding(name, OK, f"{version(name)}: {what}")
 
 
-# A process of its own: what a broken set-up does to it (a crash, a hang) is found out and survived.
+# A process of its own, so that a crash or a hang of a broken set-up is found and survived.
 _TRAINING = """
 import hashlib, sys, torch, memmgr
 torch.set_num_threads(1)
@@ -395,7 +395,8 @@ print(plain == managed, need, stats["resident_bytes.peak"], stats["evictions"] +
 
 
 def _training(folder: str) -> Iterator[Finding]:
-    kept = (_variables.VARIABLES | _variables.OF_TESTS) - {"MEMMGR_BUDGET", "MEMMGR_CONF"}  # what is misspelt was said
+    # misspelt variables were reported
+    kept = (_variables.VARIABLES | _variables.OF_TESTS) - {"MEMMGR_BUDGET", "MEMMGR_CONF"}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_") or key in kept}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a budget would do to a training step, before anything is trained: no memory and no device are needed.
+"""Predict the effect of a budget on a training step before any training: no memory and no device are needed.
 
     memmgr plan --device rtx4090 --budget 20GB --tier host:64GB model.py:make_step
     memmgr plan --device h100,rtx4090,l4 --sweep --picture sweep.png model.py:make_step
@@ -9,9 +9,9 @@
 forward, backward, optimizer.step(), zero_grad(). Both run on fake tensors, so a 70B model is traced on a laptop. Instead of a
 file: a folder with the config.json of one of transformers' language models; nothing is downloaded.
 
-Said is: whether it fits, what a step takes, what leaves (parameters, gradients, optimizer states, activations), how much is
-moved, what no schedule can go below, and the budget that leaves half of the overhead. Devices: {devices};
-or a table of memmgr doctor --measure; or cpu, whose rates are measured now.
+The answer: if it fits, the time of a step, the evicted bytes by kind (parameters, gradients, optimizer states,
+activations), the bytes moved, a lower bound on every schedule, and the budget that leaves half of the overhead.
+Devices: {devices}; or a table of memmgr doctor --measure; or cpu, whose rates are measured now.
 
 Exit code: 0 for an answer, "does not fit" included; 2 for a step that cannot be planned, a file or an option that makes no sense.
 """
@@ -49,19 +49,21 @@ __doc__ = (__doc__ or "").format(devices=", ".join(DEVICES))
 _OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "momentum", "adafactor")
 _DTYPES = ("float32", "bfloat16", "float16")
 _OF_A_FOLDER = {"batch": 1, "sequence": None, "optimizer": "adamw", "dtype": "bfloat16", "checkpointing": False}
-"""Options, and what they are where nobody says it."""
+"""Options, and their defaults."""
 _TENTHS = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("what", metavar="FILE.py:FUNCTION|FOLDER", help="what makes the step, or a model's config")
+    parser.add_argument(
+        "what", metavar="FILE.py:FUNCTION|FOLDER", help="the function that makes the step, or a model's config"
+    )
     parser.add_argument("--device", default="cpu", help="a name, a table, or with --sweep several, by commas")
     parser.add_argument(
         "--budget", metavar="SIZE", help="12GB, 80%% of the device, need*0.6, auto (default: the device's memory)"
     )
     parser.add_argument(
-        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none: what is below"
+        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none: the tier below"
     )
     parser.add_argument(
         "--sweep", action="store_true", help="budgets from all of the need to a tenth of it, every device"
@@ -71,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     model = parser.add_argument_group("of a folder with a config")
     model.add_argument("--batch", type=int, help="sequences in a step (default 1)")
-    model.add_argument("--sequence", type=int, help="tokens in each (default 2048, or what the model can take)")
+    model.add_argument("--sequence", type=int, help="tokens in each (default 2048, or the model's limit)")
     model.add_argument("--optimizer", choices=_OPTIMIZERS, help="(default adamw)")
     model.add_argument("--dtype", choices=_DTYPES, help="of parameters (default bfloat16)")
     model.add_argument(
@@ -123,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, names: list[str]) -> None:
-    """What makes no sense is said before the user's file runs, and before anything is traced or measured."""
+    """Checks the options before the user's file runs, and before any tracing or measuring."""
     plot.check_picture(args.picture)
     if args.trace is not None:
         check_output(args.trace, "--trace", [Path(args.what.rpartition(":")[0])])
@@ -154,7 +156,9 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
 
 
 def _take_model(args: argparse.Namespace) -> None:
-    """What is said of a model that a folder describes is refused with a file, which makes its own; then the defaults."""
+    """Options that describe the model of a folder are an error with a file, which makes its own model; then sets the
+    defaults.
+    """
     for option, usual in _OF_A_FOLDER.items():
         given = getattr(args, option)
         if given is not None and not Path(args.what).is_dir():

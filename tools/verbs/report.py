@@ -1,4 +1,4 @@
-"""One HTML page about a finished run: memory over time, where the time went, and what to change.
+"""One HTML page about a finished run: memory over time, where the time went, and advice.
 
     memmgr run --budget 12GB --log run.jsonl train.py
     memmgr report run.jsonl                     writes run.html
@@ -7,10 +7,10 @@
     memmgr report run.jsonl run.trace           the page with a pass that memmgr trace has recorded: its memory by layer, op by op
     memmgr report --format png run.trace        that as a picture; or svg
 
-The page needs nothing beside itself: no network, no scripts. A log whose run was killed is reported as far as it goes. A PNG
+The page is complete in itself: no network, no scripts. A log whose run was killed is reported as far as it goes. A PNG
 needs the package matplotlib.
 
-Exit code: 0; 2 when a log cannot be read, or is none.
+Exit code: 0; 2 when a log cannot be read, or is no log.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from memmgr.tools.view.run_state import RunState, read_log
 
 FORMATS = {"html": ".html", "perfetto": ".perfetto.json", "png": ".png", "svg": ".svg"}
 PICTURES = ("png", "svg")
-"""What can be made of a log, and how such a file is called."""
+"""The formats made from a log, and the endings of their files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument(
-        "logs", nargs="+", type=Path, metavar="LOG", help="what memmgr run --log, or memmgr trace, wrote"
+        "logs", nargs="+", type=Path, metavar="LOG", help="a file of memmgr run --log, or of memmgr trace"
     )
     parser.add_argument(
         "--format",
@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     endings = " or ".join(FORMATS.values())
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="FILE", help=f"what is written (default: the first log's name with {endings})"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"the file to write (default: the first log's name with {endings})",
     )
 
 
@@ -80,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_ending(out: Path, form: str) -> None:
-    """A page that is called a picture is opened by nobody; a picture is what its name says."""
+    """A page must not have the ending of a picture; a picture has the format of its ending."""
     ending = out.suffix[1:]
     if ending != form and (form in PICTURES or ending in PICTURES):
         raise UsageError(f"--out: {out} is no name for --format {form}")

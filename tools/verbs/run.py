@@ -8,11 +8,11 @@
 
 The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its
 exit code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves,
-on the device of that training, and what the script starts as further Python processes has it too (data loader workers
-train nothing and have none). What MEMMGR_BUDGET and MEMMGR_CONF say counts where no option says otherwise. Where it
-cannot be opened the script ends there, instead of training without: in one line with code 2, or, where what is on the
-device already is more than the budget, with a BudgetError. With several ranks each has the whole budget and a log of
-its own, those on one host share --disk-size and --host, and rank 0 says how it went. (Inside torchrun write
+on the device of that training. Python processes that the script starts have a budget, too (data loader workers do not
+train and have none). An option overrides MEMMGR_BUDGET and MEMMGR_CONF. If the budget cannot be opened the script ends
+there, instead of training without: in one line with code 2, or with a BudgetError if the tensors on the device already
+exceed the budget. With several ranks each has the whole budget and a log of
+its own, those on one host share --disk-size and --host, and rank 0 prints the summary. (Inside torchrun write
 --write-log: it takes --log for one of its own options, wherever it stands.)
 """
 
@@ -54,7 +54,8 @@ from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 
 POLICY_HELP = (
-    f"who leaves, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
+    f"which tensors are evicted, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), "
+    f"or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
     "default auto"
 )
 
@@ -74,9 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         metavar="SIZE",
-        help="memory for what leaves: from the CPU device, as page cache of the disk; none for none",
+        help="memory for offloaded tensors: from the CPU device, as page cache of the disk; none for none",
     )
-    parser.add_argument("--device", help="what the budget is about (default: the accelerator, else cpu)")
+    parser.add_argument("--device", help="the device that the budget limits (default: the accelerator, else cpu)")
     parser.add_argument("--log", "--write-log", metavar="FILE", help="keep the telemetry, for memmgr report")
     parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     code, main = _load(args)
     os.environ["MEMMGR_BUDGET"] = args.budget or "none"
     os.environ["MEMMGR_CONF"] = json.dumps(settings)
-    atexit.register(_die_if_interrupted)  # handlers run backwards: this one after the budget's, and what is said of it
+    # handlers run backwards: this one runs after the budget's, and after its summary is printed
+    atexit.register(_die_if_interrupted)
     if not args.quiet:
         from memmgr.observe import summary
 
@@ -130,7 +132,7 @@ def _take_ratio(args: argparse.Namespace) -> None:
 
 
 def _inherited(args: argparse.Namespace) -> dict[str, str]:
-    """What the variables say already, for what no option says."""
+    """The settings of the variables, for options that are not given."""
     limit, text = os.environ.get("MEMMGR_BUDGET"), os.environ.get("MEMMGR_CONF", "")
     try:
         if limit is not None:
@@ -144,7 +146,7 @@ def _inherited(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The options as MEMMGR_CONF; what is wrong with them is said before the script begins."""
+    """The options as MEMMGR_CONF; errors in them are raised before the script begins."""
     try:
         if args.budget is not None:
             parse_budget(args.budget, whole=1 << 60, what="--budget")
@@ -281,7 +283,7 @@ def _execute(code: CodeType, main: ModuleType) -> int:
 
 
 def _die_if_interrupted() -> None:
-    """So that the shell sees what it would have seen."""
+    """Ends by the signal, so that the shell sees the same exit as without memmgr."""
     if isinstance(_Closing.error, KeyboardInterrupt):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -293,10 +295,10 @@ def _die_if_interrupted() -> None:
 
 
 class _Closing:
-    """Prints what is worth knowing when the process ends, and the command that shows more."""
+    """Prints the summary when the process ends, and the command that shows more."""
 
     error: BaseException | None = None
-    silent = False  # what there is to say was said
+    silent = False  # the summary was printed
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -317,7 +319,7 @@ class _Closing:
 
 
 WORK_SECONDS = 1.0
-"""Of the processor: a child that has imported torch took more, one that asks git for a commit less."""
+"""Seconds of the processor: a child that has imported torch took more, one that calls git for a commit less."""
 
 
 def children_worked() -> bool:
@@ -327,12 +329,12 @@ def children_worked() -> bool:
 
 
 def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseException | None) -> list[str]:
-    """What `run` prints behind the budget's own line.
+    """The lines that `run` prints after the budget's own line.
 
     Args:
         stats: `memmgr.stats()`; empty where no budget was opened.
         args: this command line.
-        error: what the script ended with.
+        error: the exception that ended the script.
     """
     binary = is_binary(args.budget)
 
@@ -349,11 +351,11 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     if below:
         return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:
-        # As the error says it, which has room to spare; what names the floor alone gets some.
+        # As in the error, whose budget has room to spare; a budget that is only the floor gets some.
         named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
         return ["the budget was too small. Next:", "  " + command(args, budget=named)]
     if not stats and children_worked():
-        return []  # a launcher: those that it started have said what there is to say
+        return []  # a launcher: its child processes have printed the summary
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice

@@ -1,20 +1,20 @@
-"""Run a policy over a recorded pass: what a budget would cost, before anything is trained.
+"""Run a policy over a recorded pass: the cost of a budget, before any training.
 
 The pass is an operator log (--format dtr) or a trace file (--format trace, the default where the file is one). Policies:
 
-  plan        the default: the planner, which knows the whole pass; what a live run follows from its third step or so on
-  auto        what a live run does before it has a plan (price, auto, bandwidth). The default for operator logs, where it is
-              online without --link
-  online      decides op by op what runs again, for operator logs
+  plan        the default: the planner, which knows the whole pass; a live run follows it from its third step or so on
+  auto        the policy of a live run before it has a plan (price, auto, bandwidth). The default for operator logs,
+              where it is online without --link
+  online      decides op by op which ops run again, for operator logs
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
   sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
   coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
-  checkmate, moccasin  integer programs over what runs again when (scipy)
+  checkmate, moccasin  integer programs that choose which ops run again (scipy)
   rotor, rockmate      dynamic programs over chains of blocks; pofo: the same with a tier below
   vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm  swap only, with a tier
-  superneurons         convolutions to the tier, what lies between runs again
+  superneurons         convolutions to the tier, ops between them run again
   tsplit               from bottleneck to bottleneck, the least time for each byte
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
@@ -110,11 +110,11 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("--log", type=Path, metavar="FILE", help="the pass")
-    parser.add_argument("--format", choices=("dtr", "trace"), help="default: what the file looks like")
+    parser.add_argument("--format", choices=("dtr", "trace"), help="default: by the file's contents")
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        help="one of the above (default: plan, what a live run does; for operator logs auto)",
+        help="one of the above (default: plan, as in a live run; for operator logs auto)",
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
     parser.add_argument(
         "--solver-seconds", type=float, default=LIMIT_SECONDS.get(), metavar="S",
-        help="what the integer programs of a published system may take at a budget; default: %(default)s",
+        help="time limit of the integer programs of a published system at a budget; default: %(default)s",
     )  # fmt: skip
     parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -280,13 +280,15 @@ def _read(path: Path, form: str | None) -> Trace:
             form = "dtr"
             if is_log(path):
                 raise UsageError(
-                    f"{path} is a run's log, for memmgr report; memmgr trace records what is simulated"
+                    f"{path} is a run's log, for memmgr report; memmgr trace records a pass to simulate"
                 ) from None
     return read_dtr_log(path) if form == "dtr" else read_trace(path)
 
 
 def _bytes(args: argparse.Namespace, trace: Trace, tier: TierLink | None) -> int:
-    """Of the need a share, here where it is known: `need*0.6`. `none` is all of it, `auto` the knee of the policy's curve."""
+    """The budget. Here the need is known: `need*0.6` is a share of it, `none` all of it, `auto` the knee of the
+    policy's curve.
+    """
     need = trace.unmanaged_peak[0]
     asked = parse_budget(args.budget, what="--budget")
     if isinstance(asked, Need) and asked.share is None:
@@ -321,7 +323,7 @@ def _all(trace: Trace, tier: TierLink | None) -> list[str]:
 
 
 class _Outcome(NamedTuple):
-    """What a policy decided; `away` and `clean`: of a cycle, as `replay` takes them."""
+    """A policy's result; `away` and `clean`: of a cycle, as `replay` takes them."""
 
     feasible: bool
     steps: list[Step]

@@ -1,15 +1,15 @@
-"""Watch training processes under a budget: what is resident, what left, what it costs, who holds the rest.
+"""Watch training processes under a budget: resident and evicted bytes, their cost, and the holders of the rest.
 
     memmgr top              all processes of this user that have an open budget
     memmgr top 12345        one of them
-    memmgr top --job        the ranks of a distributed job on this machine side by side, and which the others wait for
+    memmgr top --job        the ranks of a distributed job on this machine side by side, and the one that the others wait for
     memmgr top --once       one screen as text, for a log or a pipe
-    memmgr top --json       the stream itself, a JSON object a line; with --once what it says now
+    memmgr top --json       the stream itself, a JSON object a line; with --once the current state
     memmgr top --serve      the full screen in a browser on this machine, at an address that it prints
 
 Keys: 1-5 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
 
-A reader never slows the training down: what it is too slow to take is dropped and counted. Without
+A reader never slows the training down: lines that it is too slow to read are dropped and counted. Without
 the package `textual` (pip install 'memmgr[top]'), or on a terminal without UTF-8, the plain screen is repeated.
 
 Exit code: 0; 2 when there is no such process, or none at all.
@@ -127,7 +127,7 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
-    """The process that is asked for, or all of them, until they are let go.
+    """Attaches to the named process, or to all, until the end of the block.
 
     Raises:
         UsageError: it cannot be reached, or there is none.
@@ -168,10 +168,10 @@ def _can_draw(args: argparse.Namespace) -> bool:
 
 
 def _first_words(attached: list[Attached], *, detail: bool) -> list[Attached]:
-    """Waits for what a first screen shows; who did not answer at all is not in the list.
+    """Waits for the data of a first screen; a process that did not answer is not in the list.
 
     Raises:
-        UsageError: nobody answered.
+        UsageError: no process answered.
     """
     wait(attached, ANSWER_SECONDS, lambda one: bool(one.watched.sample))
     for one in attached:
@@ -186,7 +186,7 @@ def _first_words(attached: list[Attached], *, detail: bool) -> list[Attached]:
 
 
 def _say(lines: str) -> None:
-    """Prints; what the terminal's encoding lacks is shown as a question mark."""
+    """Prints; a character that the terminal's encoding lacks becomes a question mark."""
     encoding = sys.stdout.encoding or "ascii"
     print(lines.encode(encoding, "replace").decode(encoding), flush=True)
 
@@ -206,7 +206,7 @@ def _side_by_side(attached: list[Attached], args: argparse.Namespace) -> None:
         found = jobs(one.watched for one in shown)
         if not found:
             raise UsageError(
-                "no process here is a rank of a distributed job: memmgr top without --job shows what there is"
+                "no process here is a rank of a distributed job: memmgr top without --job shows all processes"
             )
         _say(("" if args.once else home) + "\n\n".join(as_text(ranks) for ranks in found))
         if args.once or all(one.over for one in shown):
@@ -249,7 +249,7 @@ def _is_page() -> bool:
 
 
 def _end_with_the_server() -> None:
-    """A server that is killed cannot end its pages; a page without one would draw for nobody, for ever."""
+    """A server that is killed cannot end its pages; a page without one would draw for ever."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

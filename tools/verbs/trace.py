@@ -4,9 +4,9 @@
     memmgr trace --out run.trace.gz --pass 5 --budget 12GB -m package.train
     memmgr simulate --log run.trace --policy all --ratio 0.6
 
-A pass is one forward and its backward. The second one is recorded (the first compiles and is not like the others), every op
-with its time, what it reads and makes, and when the program lets go. The script runs to its end as under memmgr run, with the
-same bits. Without --budget nothing leaves memory; with one the trace says what the pass takes under it.
+A pass is one forward and its backward. The second one is recorded (the first compiles and is not like the others),
+every op with its time, inputs and outputs, and the time of each release. The script runs to its end as under memmgr
+run, with the same bits. Without --budget no tensor is evicted; with one the trace has the times of the pass under it.
 
 Each rank of a distributed job writes a file of its own, for memmgr simulate --job:
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", help=run_verb.POLICY_HELP)
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "none" for none')
-    parser.add_argument("--device", help="what is measured (default: the accelerator, else cpu)")
+    parser.add_argument("--device", help="the device that is measured (default: the accelerator, else cpu)")
     parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
     parser.add_argument("script", help="what to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         args.ended = run_verb.run(args)
         return int(args.ended)
     except (UsageError, Refused):
-        atexit.unregister(_close)  # what there is to say is said
+        atexit.unregister(_close)  # the summary is printed
         raise
 
 
@@ -75,7 +75,7 @@ def _close(pid: int, args: argparse.Namespace) -> None:
     module = sys.modules.get("memmgr._budget")
     last = module.last() if module is not None else None
     if last is None and run_verb.children_worked():
-        return  # a launcher: those that it started have said what there is to say
+        return  # a launcher: its child processes have printed the summary
     for line in outcome(args, last):
         print("memmgr: " + line, file=sys.stderr, flush=True)
     traced = last.traced if last is not None else None
@@ -86,7 +86,7 @@ def _close(pid: int, args: argparse.Namespace) -> None:
 
 
 def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]:
-    """What is said at the end; `manager` is the budget's, None if none was opened."""
+    """The lines printed at the end; `manager` is the budget's, None if none was opened."""
     traced = manager.traced if manager is not None else None
     if traced is not None and traced.error:
         return [f"no trace: {args.trace}: {traced.error}"]

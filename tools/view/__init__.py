@@ -1,1 +1,1 @@
-"""What a user sees of a run: the state that its telemetry tells, as text, screens, pages and pictures."""
+"""Views of a run for users: the state from its telemetry, as text, screens, pages and pictures."""

@@ -1,4 +1,4 @@
-"""A connection to a training process, read without waiting: what `memmgr top` looks through."""
+"""A connection to a training process, read without waiting: the source of `memmgr top`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ANSWER_SECONDS = 10.0
 
 
 class Attached:
-    """One process and what is known of it.
+    """One process and its state.
 
     Args:
         pid: the process.
-        request: what is asked of it: `interval_seconds`, `want`, `cells`, `columns`.
+        request: the request sent to it: `interval_seconds`, `want`, `cells`, `columns`.
 
     Raises:
-        UsageError: there is nobody to talk to; the text says why.
+        UsageError: the process cannot be reached; the text has the reason.
     """
 
     def __init__(self, pid: int, request: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class Attached:
         self.ask(request)
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Changes what it sends. A request is far smaller than the socket's buffer."""
+        """Changes the data that it sends. A request is far smaller than the socket's buffer."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(request).encode() + b"\n")
 

@@ -31,7 +31,7 @@ def size_ticks(most: int | float, *, binary: bool) -> Iterator[tuple[float, str]
 
 
 def over_time(watched: RunState) -> str:
-    """Memory over time: what was resident between its least and its most, what was elsewhere at its most, and the budget."""
+    """Memory over time: lowest and highest resident bytes, most absent bytes, and the budget."""
     points = list(watched.points)
     found = columns(watched, points, MOST_COLUMNS)
     begin, end = points[0].seconds, max(points[-1].seconds, points[0].seconds + 1e-3)
@@ -107,7 +107,7 @@ def over_time(watched: RunState) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], show: Callable[[float], str] = show_seconds) -> str:
-    """Horizontal bars of seconds, or of what `show` writes, one a row, of parts that have a class each."""
+    """Horizontal bars of seconds (or of values written by `show`), one a row, of parts that have a class each."""
     most = max((sum(size for _, size in parts) for _, parts in rows), default=0.0)
     if most <= 0:
         return ""

@@ -1,7 +1,8 @@
-"""Memory over time as columns, each with the least and the most of what was there: what both pictures draw.
+"""Memory over time as columns, each with its lowest and highest values: the data of both pictures.
 
-A sample is one moment of a pass that swings between almost nothing and the budget; drawn as it is, it shows when somebody
-looked. So a column is a stretch of time, never one sample, and knows the peaks of the passes that ended in it as well.
+A sample is one moment of a pass that swings between almost nothing and the budget; drawn as it is, it would show the
+moments of sampling. So a column is a stretch of time, never one sample, and contains the peaks of the passes that ended
+in it as well.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from memmgr.tools.view.run_state import Point, RunState
 FEW_SAMPLES = 8
 """A pass with fewer samples than this has no shape that they would show."""
 AROUND = 12
-"""Of such passes so many samples together say what was the least and the most."""
+"""So many samples of such passes show their lowest and highest values together."""
 
 Edges = tuple[int, ...]
-"""The upper edges of the layers, from below: other, may leave (what is resident ends there), evicted, offloaded."""
+"""The upper edges of the layers, from below: other, may leave (the resident bytes end there), evicted, offloaded."""
 RESIDENT, UNMANAGED = 1, 3
 
 

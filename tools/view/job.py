@@ -41,7 +41,7 @@ def jobs(all_watched: Iterable[RunState]) -> list[list[RunState]]:
 
 
 def row_of(watched: RunState) -> Row:
-    """What is known of a rank now, or at its end."""
+    """State of a rank now, or at its end."""
     stats = watched.stats
     passes = int(stats.get("passes", 0))
     lost = float(stats.get("recompute_seconds", 0.0)) + float(stats.get("stall_seconds", 0.0))

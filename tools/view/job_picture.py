@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def draw(ranks: Sequence[Rank], budgets: Sequence[int], evenly: Sequence[int], seconds: float, path: Path) -> None:
-    """Draws a curve a rank; full: the best split, hollow: the equal one; dashed: what the slowest rank takes.
+    """Draws a curve a rank; full: the best split, hollow: the equal one; dashed: the time of the slowest rank.
 
     Args:
-        ranks: with what was found.
+        ranks: with their curves.
         budgets: of the best split.
         evenly: of the equal one.
         seconds: of the slowest rank in the best split.

@@ -1,4 +1,5 @@
-"""A run as a trace that Perfetto and chrome://tracing show: what was where as counters, passes as slices, what happened as marks.
+"""A run as a trace that Perfetto and chrome://tracing show: bytes by place as counters, passes as slices, events as
+marks.
 
 The format is Chrome's "Trace Event Format", JSON: times in microseconds, one object an event. A process of the trace is one
 budget; a log's ranks lie beside each other on one clock.
@@ -17,7 +18,7 @@ from memmgr.tools.view import period
 from memmgr.tools.view.run_state import LAYERS, RunState
 
 Event = dict[str, Any]
-_THREADS = {1: "passes", 2: "what left and came back", 3: "plans, errors"}
+_THREADS = {1: "passes", 2: "evicted and restored", 3: "plans, errors"}
 _COSTS = ("recompute", "reload", "stall")
 
 
@@ -34,9 +35,9 @@ def trace(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, 
         for event in _session(name, watched):
             if "ts" in event:
                 event["ts"] = round(1e6 * (event["ts"] + shift))
-            if "dur" in event:  # its end, until here: what touches its neighbour must not overlap it once rounded
+            if "dur" in event:  # its end, until here: neighbouring slices must not overlap after rounding
                 event["dur"] = max(0, round(1e6 * (event["dur"] + shift)) - event["ts"])
-            if "tid" in event:  # some viewers take a thread's number for its own whatever its process is
+            if "tid" in event:  # some viewers take a thread's number for unique across processes
                 event["tid"] += 10 * number
             events.append({**event, "pid": number})
     events += period.events(passes, len(sessions) + 1)

@@ -40,11 +40,11 @@ class Period:
 
 
 def period(trace: Trace) -> Period:
-    """A band for what was there before, one for each layer, and one for the rest.
+    """A band for storages from before the period, one for each layer, and one for the rest.
 
-    An activation belongs to the module that made it. What backward makes belongs to the module of the saved values that it
-    is made from, what is written to stays where it was. Layers are as many levels of the modules' paths as make at most
-    `MOST_BANDS` bands.
+    An activation belongs to the module that made it. A tensor that backward makes belongs to the module of the saved
+    values that it is made from. A written storage stays in its band. Layers are as many levels of the modules' paths as
+    make at most `MOST_BANDS` bands.
     """
     made_by = _makers(trace)
     modules = dict.fromkeys(m for m in made_by if m not in (BEFORE, NOBODY))
@@ -80,7 +80,7 @@ def period(trace: Trace) -> Period:
 
 
 def _makers(trace: Trace) -> list[str]:
-    """Of each storage, the path of the module that it belongs to, or `BEFORE`, `NOBODY`."""
+    """For each storage, the path of the module that it belongs to, or `BEFORE`, `NOBODY`."""
     found = [NOBODY] * len(trace.storages)
     for op in trace.ops:
         read = (found[s] for s in op.inputs if found[s] not in (BEFORE, NOBODY))
@@ -154,7 +154,7 @@ def _colour(which: int) -> str:
 
 
 def key(found: Period) -> str:
-    """What the colours are."""
+    """The legend of the colours."""
     items = (
         f'<span><i style="background: {_colour(i)}"></i>{escape(name)}</span>' for i, name in enumerate(found.names)
     )
@@ -162,7 +162,7 @@ def key(found: Period) -> str:
 
 
 def section(name: str, trace: Trace, *, binary: bool = False) -> str:
-    """Of a report's page; `binary`: sizes in powers of two, as its budgets were written."""
+    """A section of a report's page; `binary`: sizes in powers of two, as its budgets were written."""
     found = period(trace)
     peak, at = trace.unmanaged_peak
     return (

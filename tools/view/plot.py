@@ -57,10 +57,10 @@ class Point:
 def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
     """Draws time over unmanaged against the budget, a line a label, with the first one's bound that no schedule passes.
 
-    A line ends where the pass does not fit; where none fits any more, that is said.
+    A line ends where the pass does not fit; where no line is left, a text says so.
 
     Args:
-        rows: of each budget, of each label, what was found.
+        rows: for each budget and each label, the result.
         path: a PNG or an SVG, by its name.
 
     Raises:
@@ -119,9 +119,9 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
 def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> None:
     """Draws one strip per run, all on the same axes' scales, and writes a PNG.
 
-    The line is the process's resident set over its start, which is what the machine has to have; the dark area below
-    it is what tensors hold of that. In an unmanaged run the latter is known for two more steps only, behind the
-    timed ones (see `bench.runs.unmanaged`).
+    The line is the process's resident set over its start, which the machine has to have. The dark area below it is the
+    part that tensors hold. In an unmanaged run the latter is known for two more steps only, behind the timed ones (see
+    `bench.runs.unmanaged`).
 
     Args:
         results: the runs, top to bottom; one that failed gets an empty strip that says so.

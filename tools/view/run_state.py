@@ -1,6 +1,5 @@
-"""One process as its telemetry shows it: lines of the stream go in, what the views need comes out.
-
-`top` feeds it from a socket, `report` from a file. Nothing here draws, and nothing here imports torch.
+"""State of one process from its telemetry: takes the lines of the stream, and returns data for the views. `top` feeds
+it from a socket, `report` from a file. It does not draw, and does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from memmgr.observe.states import KINDS, Flows, flows
 from memmgr.tools.common.usage_error import UsageError
 
 LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}
-"""What a moment's memory is made of, from below: by the stream's word, what every picture calls it."""
+"""The layers of a moment's memory, from below: the stream's word, and its name in every picture."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,12 @@ class Point:
 
     @property
     def absent_bytes(self) -> int:
-        """What left and would have to come back."""
+        """Bytes that are absent and can be restored."""
         return self.evicted_bytes + self.offloaded_bytes
 
     @property
     def unmanaged_bytes(self) -> int:
-        """What would be resident without memmgr."""
+        """Bytes that would be resident without memmgr."""
         return self.resident_bytes + self.absent_bytes
 
     @property
@@ -79,7 +78,7 @@ class Pass:
 
 @dataclass
 class Sum:
-    """What happened, by what, op and module."""
+    """Events, summed by kind, op and module."""
 
     count: int = 0
     bytes: int = 0
@@ -149,7 +148,7 @@ class RunState:
         """Takes one line. Types that it does not know are passed over.
 
         Raises:
-            UsageError: another version of the format, or fields that are not what the format says.
+            UsageError: another version of the format, or malformed fields.
         """
         taken = getattr(self, f"_take_{line.get('type')}", None)
         if taken is None:
@@ -272,7 +271,7 @@ class RunState:
     def _note(self, line: dict[str, Any], text: str) -> None:
         self.log.append((float(line.get("seconds", 0.0)), text))
 
-    # -- what views ask --
+    # -- for the views --
 
     def shares(self, window_seconds: float = 10.0) -> tuple[float, float]:
         """Recomputing and waiting, as shares of the last seconds; at the first look, of all the time so far."""
@@ -290,9 +289,8 @@ class RunState:
         )
 
     def flows(self, window_seconds: float = 10.0) -> Flows | None:
-        """Where model states are, and what moved of them a pass in the last seconds: from the pass on that was under way then.
-
-        At the first look, and at the end, of the whole run.
+        """Model states: where they are, and bytes moved per pass in the last seconds, from the pass that was running at
+        their begin. At the first look, and at the end, of the whole run.
         """
         since: dict[str, Any] = {}
         for point in reversed(self.points if self.end is None else ()):
@@ -308,10 +306,8 @@ class RunState:
         return flows(self.stats, since)
 
     def rate(self, window_seconds: float = 10.0) -> tuple[float, str]:
-        """Steps of the optimizer a second, over the same seconds as `shares`; where none is known to have stepped, passes.
-
-        Returns:
-            How many, and of what: "step" or "pass", of which a step that accumulates gradients takes several.
+        """Steps of the optimizer a second, over the same seconds as `shares`; passes if no step was recorded. Returns:
+        The rate and its unit: "step" or "pass". A step that accumulates gradients has several passes.
         """
         if not self.points:
             return 0.0, "pass"
@@ -352,12 +348,14 @@ class RunState:
 
 
 def clean(text: str) -> str:
-    """Without what a terminal would obey, or could not encode (names of programs may hold anything)."""
+    """The text without control characters and characters that the terminal cannot encode (names of programs may contain
+    any).
+    """
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def name_of(key: str, name: Any) -> str:
-    """What every view calls an op or a module (`key`): short, and in words where the stream has none."""
+    """The name of an op or a module (`key`) in every view: short, and in words if the stream has none."""
     if name is None or name == "?":
         return f"(no {key})"
     return clean(str(name).removeprefix("aten.").removesuffix(".default")) if key == "op" else clean(str(name))
@@ -388,7 +386,7 @@ def is_log(path: Path) -> bool:
 
 
 def read_log(path: Path) -> tuple[list[RunState], str]:
-    """The sessions in a log, one for each budget that was opened, and what is missing (or nothing).
+    """The sessions in a log, one for each budget that was opened, and a sentence about missing parts (or "").
 
     Raises:
         UsageError: it cannot be read, it is no telemetry log, or it holds no sample.

@@ -36,12 +36,12 @@ class Refused(Exception):
 
 @dataclass
 class Rank:
-    """A rank and what was found of it.
+    """A rank and its results.
 
     Attributes:
         number: its rank.
         host: where it ran; empty where the trace does not say it.
-        waits: seconds inside of collectives: what others are waited for, and the transfer.
+        waits: seconds inside of collectives: waits for other ranks, and the transfer.
         found: seconds of a pass, without `waits`, by budget; None: it does not fit.
     """
 
@@ -63,16 +63,16 @@ class Rank:
         return self.trace.seconds - self.waits
 
     def curve(self) -> Curve:
-        """What has been found so far."""
+        """The results so far as a curve."""
         return Curve.of(self.found.items())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the verb takes for a job."""
+    """Adds the options of the verb for a job."""
     job = parser.add_argument_group("a distributed job", "which budget for which rank gives the shortest step")
     job.add_argument("--job", type=Path, nargs="+", metavar="FILE", help="a trace of each rank, or a folder with them")
-    job.add_argument("--total", metavar="SIZE", help="what all ranks have together: 48GB")
-    job.add_argument("--host-total", metavar="SIZE", help="what the ranks of a host have together")
+    job.add_argument("--total", metavar="SIZE", help="memory of all ranks together: 48GB")
+    job.add_argument("--host-total", metavar="SIZE", help="memory of the ranks of a host together")
     job.add_argument("--limit", metavar="SIZE", help="the most that a rank can have: its device")
 
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, decide: Decide) -> int:
                 look(rank, size)
         best = _best(ranks, limits, look)
     budgets = spread(best.budgets, [r.need_bytes for r in ranks], limits)
-    transfer = min(rank.waits for rank in ranks)  # so long waits who comes last
+    transfer = min(rank.waits for rank in ranks)  # the last rank to arrive waits only for the transfer
     if args.picture:
         from memmgr.tools.view import job_picture
 
@@ -169,7 +169,7 @@ def _of_name(path: Path) -> int | None:
 
 
 def waiting_seconds(trace: Trace) -> float:
-    """The time in collectives and right after them, where the program waits for what it has begun."""
+    """Time in collectives and right after them, while the program waits for work that it has begun."""
     seconds, inside = 0.0, False
     for op in trace.ops:
         collective = op.name.startswith(_COLLECTIVE)
@@ -202,7 +202,7 @@ def _limits(args: argparse.Namespace, ranks: Sequence[Rank]) -> list[Limit]:
 
 
 def _best(ranks: Sequence[Rank], limits: Sequence[Limit], look: Callable[[Rank, int], None]) -> Split:
-    """The best split, looked at more closely around what it gives each rank."""
+    """The best split, refined around the budgets that it gives the ranks."""
     found = split([rank.curve() for rank in ranks], limits) if all(rank.curve().points for rank in ranks) else None
     if found is None:
         for rank in ranks:
@@ -245,7 +245,7 @@ def _too_little(ranks: Sequence[Rank], limits: Sequence[Limit]) -> str:
     raise AssertionError("the floors fit, and no split was found")  # a bug of ours
 
 
-# ---- what is said
+# ---- output
 
 
 def _slowest(ranks: Sequence[Rank], budgets: Sequence[int]) -> float | None:
@@ -299,7 +299,7 @@ def _show(
     )  # fmt: skip
     table(["rank", "need", "unmanaged", "equal", "time", "best", "time"], rows)
     waits = f" and the {show_seconds(transfer)} that every rank waits" if transfer else ""
-    print(f"step: what its slowest rank takes{waits}, as ranks that meet once a step. In a pipeline it is no less.")
+    print(f"step: the time of its slowest rank{waits}, as ranks that meet once a step. In a pipeline it is no less.")
     cases = " ".join(
         f"{r.number}) export MEMMGR_BUDGET={budget // 1000}kB;;" for r, budget in zip(ranks, budgets, strict=True)
     )

@@ -31,5 +31,5 @@ def show_systems(names: list[str], found: list[list[Result]]) -> None:
 
 
 def _bar(overhead: float | None) -> str:
-    """What a run takes longer, a character for five per cent."""
+    """Overhead of a run as a bar, a character for five per cent."""
     return "" if overhead is None else ("#" * min(30, round(20 * (overhead - 1)))).ljust(30)

@@ -65,9 +65,9 @@ class TopApp(App[None]):
     """Shows one of the processes at a time.
 
     Args:
-        attached: what is watched from the beginning.
+        attached: the processes that are watched from the beginning.
         interval: seconds between two samples.
-        follow: whether processes that begin later are added.
+        follow: processes that begin later are added.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -121,7 +121,7 @@ class TopApp(App[None]):
 
     def _poll(self) -> None:
         if self._paused:
-            return  # what comes meanwhile waits in the socket, and then in the process's bounded queue
+            return  # lines that arrive in the meantime wait in the socket, and then in the process's bounded queue
         news = False
         for one in self._attached:
             try:

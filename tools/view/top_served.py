@@ -1,12 +1,12 @@
 """`memmgr top --serve`: the full screen in a browser of this machine, by textual-serve.
 
-A page that shows what a process holds, on a port that every user of the machine can reach, so:
+The page shows a process's memory on a port that every user of the machine can reach, so:
 
 - it listens on the loopback address only;
-- its address holds a token of 256 random bits, and nothing is answered without it;
-- a request has to name this address as its host, or a name that somebody points at the loopback address could read it;
-- it is only read: a browser sends keys to `memmgr top`, which changes nothing, and nothing but GET is taken;
-- the page may load nothing from elsewhere, and tells nobody where it was.
+- its address holds a token of 256 random bits, and no request is answered without it;
+- a request has to name this address as its host, else a page under another name for the loopback address could read it;
+- it is read-only: a browser sends keys to `memmgr top`, which changes no state, and only GET is accepted;
+- the page may not load anything from elsewhere, and sends no referrer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def serve(words: Sequence[str], port: int) -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((ADDRESS, port))
-            listening.listen()  # before the address is said: who is quicker than the server waits for it
+            listening.listen()  # before the address is printed: a browser that connects early waits for the server
         except OSError as error:
             raise UsageError(f"--serve: port {port}: {error.strerror}") from None
         port = listening.getsockname()[1]
@@ -65,9 +65,8 @@ def serve(words: Sequence[str], port: int) -> None:
 
 
 class _Page(AppService):
-    """The process behind one open page.
-
-    It ends with the page. One that was closed while it drew left its process for ever: nobody read any more what that wrote.
+    """The process behind one open page. It ends with the page. A process whose page was closed while it drew used to
+    stay for ever, since its output was not read any more.
     """
 
     async def stop(self) -> None:

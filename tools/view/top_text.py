@@ -1,6 +1,7 @@
-"""What `memmgr top` shows, as lines of styled text: the same for the terminal application, `--once` and plain terminals.
+"""The screens of `memmgr top`, as lines of styled text: the same for the terminal application, `--once` and plain
+terminals.
 
-Every state has a character of its own beside its colour, so that nothing is said by colour alone.
+Every state has a character of its own in addition to its colour, so that no information is in colour alone.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Glyphs:
 UNICODE = Glyphs("▓", "█", "▚", "▄", "▲", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
 ASCII = Glyphs("=", "#", "H", "~", "^", ".", ":", "/", "+", "_", "-", "|", ">")
 NAMES = {**LAYERS, "times": "at times"}
-"""What a legend calls a layer; what is not here goes by its own name."""
+"""Names of layers in a legend; a layer without one has its own name."""
 MEMORY = ("other", "saved", "times", "evicted", "offloaded")
 SPACE = ("free", "other", "saved", "held", "leaving", "arriving")
 OLD_SECONDS = 5.0
-"""What is older is marked: it may not be so any more."""
+"""Older figures are marked: they may be out of date."""
 
 SOFT = "grey46"
-"""Scales and what is free: to be read on black and on white, which a terminal's own grey is not."""
+"""The colour of scales and free memory: readable on black and on white, which a terminal's own grey is not."""
 STYLES = {
     "other": "blue",
     "saved": "green",
@@ -84,7 +85,7 @@ def fit(text: str, width: int, glyphs: Glyphs, *, keep_end: bool = False) -> str
 
 
 def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "", silent: float = 0.0) -> Line:
-    """Who it is and what it does; `silent` is for how many seconds nothing came from it."""
+    """Name and state of the process; `silent` is the number of seconds without a line from it."""
     if watched.end is not None:
         state = "failed" if watched.end.get("failed") else "ended"
     elif watched.error and not watched.sample:
@@ -116,7 +117,7 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "", silent
 
 
 def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
-    """The budget and what is in it."""
+    """The budget and its contents."""
     stats = watched.stats
     budget = watched.budget_bytes
     now = int(watched.sample.get("resident_bytes", 0))
@@ -131,7 +132,7 @@ def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
 
 
 def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
-    """Where the time went in the last seconds (all of it, at the first look), and what left since the beginning."""
+    """Shares of the time in the last seconds (of the whole run, at the first look), and evictions since the beginning."""
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
@@ -172,7 +173,9 @@ def age(watched: RunState, line: dict[str, Any]) -> str:
 
 
 def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
-    """The last samples, two and more a column: what is resident always and at times, above it what left, and the budget."""
+    """The last samples, two and more a column: bytes resident always and at times, above them the absent bytes, and the
+    budget.
+    """
     room = max(1, width - 10)
     if watched.error and not watched.points:
         said = textwrap.wrap(clean(watched.error), width)[:rows]
@@ -236,7 +239,7 @@ def _merged(line: Line) -> Line:
 
 
 def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
-    """What the characters mean; `tier` is where offloaded bytes are, if that is known."""
+    """The meaning of the characters; `tier` is the place of offloaded bytes, if known."""
     line: Line = []
     for name in names:
         where = f" ({tier})" if name == "offloaded" and tier else ""
@@ -245,7 +248,7 @@ def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
 
 
 def tier(watched: RunState) -> str:
-    """What is below the device: disk, host, or unknown."""
+    """The tier below the device: disk, host, or unknown."""
     return clean(str(watched.hello.get("tier") or ""))
 
 
@@ -255,7 +258,7 @@ _MAP_NAMES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")
 
 
 def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
-    """The allocator's addresses from left to right and row to row, each column by what fills most of it."""
+    """The allocator's addresses from left to right and row to row; each column has the state that fills most of it."""
     names = [str(name) for name in watched.hello.get("map_states", _MAP_NAMES)]
     columns = watched.map.get("columns", [])
     if not columns or not any(any(column) for column in columns):
@@ -324,7 +327,7 @@ MODULE_WIDTHS = (33, 9, 9, 9, 9, 9)
 
 
 def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
-    """What there is to leave, by the module that made it, and what its absence cost."""
+    """Evictable and absent bytes by the module that made them, and the cost of their absence."""
     shares: dict[str, list[int]] = {}
     for share in watched.cells.get("modules", []):
         shares[name_of("module", share["module"])] = [share["present_bytes"], share["held_bytes"], share["gone_bytes"]]
@@ -352,7 +355,9 @@ NO_STATES = ("none has left", "", "", "")
 
 
 def state_rows(watched: RunState) -> list[tuple[str, ...]]:
-    """Where each kind is and what moved of it a pass, beside what the link moves meanwhile; nothing where no state has left."""
+    """For each kind of model state: its bytes by place and the bytes moved per pass, beside the link's capacity in that
+    time. Empty if no state has been evicted.
+    """
     found = watched.flows()
     if found is None or not (found.states_moved_bytes or found.states_below_bytes):
         return []
@@ -399,7 +404,7 @@ def table(head: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[st
 
 
 def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Line]:
-    """One screen: what `--once` prints and a plain terminal repeats."""
+    """One screen: printed by `--once`, and repeated on a plain terminal."""
     lines = [
         title(watched, width, glyphs),
         figures(watched, width, glyphs),

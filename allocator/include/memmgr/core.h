@@ -9,7 +9,7 @@
 //   reclaim    the callback that frees blocks when a request would pass the budget or finds no run that fits
 //   remap      answering a request that has its bytes but no run of them by taking addresses further up, and giving as
 //              many pages back elsewhere
-//   price      what it costs to make a block free; a block without one is pinned
+//   price      the cost of making a block free; a block without one is pinned
 //   tier       a place below the device where bytes can be parked: here one unlinked file, in device.h host memory
 //
 // Threading: every function may be called from any thread, with or without the GIL. No lock of the core is held while
@@ -66,15 +66,15 @@ typedef struct {
   uint64_t small_blocks;          // live blocks in the small-block area
   uint64_t unmanaged_peak_bytes;  // see mm_arena_note_virtual
   uint64_t remapped_bytes;        // pages given back elsewhere so that a block could have new ones
-  // Searches (mm_arena_choose), and what they led to. An episode is one request that had to reclaim.
+  // Searches (mm_arena_choose), and their results. An episode is one request that had to reclaim.
   uint64_t searches;
   uint64_t search_nanoseconds;
   uint64_t search_max_nanoseconds;
   uint64_t episodes;
   uint64_t episodes_contiguity;   // of these, with bytes enough from the start
-  uint64_t evicted_bytes;         // what the callback said it released, over all episodes
+  uint64_t evicted_bytes;         // bytes released by the callback's own count, over all episodes
   uint64_t evicted_beyond_bytes;  // of these, more than the request was short of
-  uint64_t evicted_excess_bytes;  // of these, more than the whole request: what no run of its length can explain
+  uint64_t evicted_excess_bytes;  // of these, more than the whole request: bytes that no run of its length can explain
   uint64_t longest_run_bytes;     // now: the longest run of addresses that a request can have without remap
   uint64_t placeable_bytes;       // now: all bytes that could still be handed out
   double free_share_sum;  // at each episode's start: free bytes / budget (Coop's rate); sum over episodes, worst
@@ -121,7 +121,7 @@ int mm_arena_owns(mm_arena*, const void* p);  // any address in the range; takes
 // NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would. Returns the
 // block's size.
 size_t mm_arena_free(mm_arena*, void* p);
-// ---- prices and searches: who leaves so that a request fits (window.h) ----
+// ---- prices and searches: victims that make room for a request (window.h) ----
 
 // cost >= 0: the block may leave at cost / staleness^exponent, staleness being `now` of the search minus last_access;
 // owner is handed back by the search. cost < 0 (or not finite): pinned. owner NULL: pinned and forgotten. A pointer
@@ -133,7 +133,7 @@ typedef struct {
   double last_access;
 } mm_price;
 void mm_arena_price(mm_arena*, const mm_price* prices, size_t n);
-// Forgets the block's price if `owner` is who has it. Returns 1 if so.
+// Forgets the block's price if its owner is `owner`. Returns 1 if so.
 int mm_arena_disown(mm_arena*, const void* p, const void* owner);
 void* mm_arena_owner(mm_arena*, const void* p);  // NULL: none
 void mm_arena_set_staleness_exponent(mm_arena*, double exponent);
@@ -144,10 +144,10 @@ typedef struct {
   uint64_t bytes;
 } mm_victim;
 enum { MM_BY_SCORE = 0, MM_BY_DTE = 1, MM_BY_WINDOW = 2 };
-// Who should leave for a request of `request` bytes (after alignment) that is short of `need`: what reclaim is told.
-// Returns how many, the first `capacity` of them in `out`; -1 when no choice reaches the goal. Releases nothing: the
-// caller checks that they may go, pins the others, and asks again. Where remap comes first, and for small blocks, only
-// `need` counts.
+// The victims for a request of `request` bytes (after alignment) that is short of `need`, as reclaim gets them. Returns
+// how many, the first `capacity` of them in `out`; -1 when no choice reaches the goal. Releases no block: the caller
+// checks that the victims may be evicted, pins the others, and calls again. Where remap comes first, and for small
+// blocks, only `need` counts.
 int64_t mm_arena_choose(mm_arena*, int how, uint64_t need, uint64_t request, double now, mm_victim* out,
                         size_t capacity);
 
@@ -159,18 +159,18 @@ void mm_arena_after_fork_in_child(mm_arena*);
 
 void mm_arena_stats_get(mm_arena*, mm_arena_stats* out);
 void mm_arena_reset_peak(mm_arena*);
-void mm_arena_reset_counts(mm_arena*);  // of reclaims, searches and what they led to
+void mm_arena_reset_counts(mm_arena*);  // of reclaims, searches and their results
 // Bytes that are evicted or offloaded at this moment but would be live without memmgr: lets the arena keep the
-// high-water mark of what the run would have needed unmanaged (live + outside + virtual). delta may be negative.
+// high-water mark of the unmanaged run (live + outside + virtual). delta may be negative.
 void mm_arena_note_virtual(mm_arena*, int64_t delta);
-// While the sum of a thread's calls is above zero, what it allocates would not be there without memmgr and raises no
-// such mark.
+// While the sum of a thread's calls is above zero, its allocations would not exist without memmgr and raise no such
+// mark.
 void mm_own_work(int delta);
-// For one that measures op by op beside mm_arena_reset_peak: what the run needs unmanaged now; *peak_bytes: the most
+// For a caller that measures op by op beside mm_arena_reset_peak: the run's unmanaged need now; *peak_bytes: the most
 // that it needed since the last call.
 uint64_t mm_arena_take_mark(mm_arena*, uint64_t* peak_bytes);
 uint64_t mm_arena_resident(mm_arena*);  // live + outside, one atomic read
-uint64_t mm_arena_shortage(mm_arena*);  // by how much these and what is promised are over the budget
+uint64_t mm_arena_shortage(mm_arena*);  // bytes by which these and promised bytes exceed the budget
 uint64_t mm_arena_budget(mm_arena*);
 
 // Walks the blocks in address order (for the dashboard, tests and the window), on a copy made at the call: visit may
@@ -198,8 +198,8 @@ void mm_bits_free(mm_bits*);
 
 // ---- file tier -------------------------------------------------------------------------------------------------
 
-// In a forked child mm_tier_read_now reads what had been written before the fork (-ESTALE: the parent has needed the
-// room, or the child has closed files that it did not open); every other call returns -ECANCELED or does nothing, and
+// In a forked child mm_tier_read_now reads bytes written before the fork (-ESTALE: the parent has needed the room, or
+// the child has closed descriptors that it did not open); every other call returns -ECANCELED or does nothing, and
 // close does not wait. Room that a living child may read is used again only when there is no other.
 typedef struct mm_tier mm_tier;
 typedef int64_t mm_slot;  // >= 0, or a negative errno
@@ -211,7 +211,7 @@ typedef struct {
   uint64_t file_bytes;
   uint64_t written_bytes;  // payload, since open
   uint64_t read_bytes;
-  // In which copies were under way. A disk's reads and writes share it: what both take is divided between them.
+  // Time in which copies ran. A disk's reads and writes share it: time of both is divided between them.
   uint64_t write_nanoseconds;
   uint64_t read_nanoseconds;
   uint64_t cpu_nanoseconds;     // that the threads took which copied, of a CPU
@@ -225,6 +225,7 @@ typedef struct {
 
 // One file in `folder`, mode 0600, unlinked as soon as it is open. capacity 0: limited by the file system only.
 // bytes_per_second 0: not throttled (a throttle paces reads and writes each; for tests and for sharing a disk).
+// folder NULL: no file, so writes end with -ENOSPC; for slots that are lent.
 mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,
                       size_t err_len);
 // The same; its first `cached_bytes` go through the page cache, as memory that the machine has to spare.
@@ -240,6 +241,10 @@ mm_slot mm_tier_write(mm_tier*, const void* src, uint64_t bytes);
 // The same, in the calling thread (no GIL, no Python), with the workers' help: what reclaim uses. Jumps the queue. On
 // an error no slot is held.
 mm_slot mm_tier_write_now(mm_tier*, const void* src, uint64_t bytes);
+// A slot over the range [offset, offset + bytes) of a file of the caller's: reads work as for other slots, nothing is
+// written, no room is taken. `fd` stays the caller's, open until the slot is freed. A read ends with -ESTALE once the
+// size or the time of modification of the file differs from that at this call. A negative errno: no slot is held.
+mm_slot mm_tier_lend(mm_tier*, int fd, uint64_t offset, uint64_t bytes);
 // Queues a read of the slot into dst, behind the slot's own write if that is still under way. Returns 0 or a negative
 // errno. At most one read per slot under way.
 int mm_tier_read(mm_tier*, mm_slot, void* dst);
@@ -252,8 +257,7 @@ uint64_t mm_tier_ended(mm_tier*);  // the same number as before: no poll says an
 // Blocks until nothing is under way on this slot; 0 or a negative errno. An operation still in the queue is moved to
 // its front.
 int mm_tier_wait(mm_tier*, mm_slot);
-// Gives the slot back. What is still queued is cancelled, pieces under way are waited for: then src or dst is free
-// again.
+// Gives the slot back. Queued pieces are cancelled, running pieces are waited for: then src or dst is free again.
 void mm_tier_free(mm_tier*, mm_slot);
 void mm_tier_stats_get(mm_tier*, mm_tier_stats* out);
 // Fault injection for tests: the n-th write from now fails with this errno (0: off).

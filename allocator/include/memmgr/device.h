@@ -9,13 +9,13 @@
 //   home        the stream in whose order a block was allocated
 //   touched     the streams whose queued work may still use a piece of memory: its home, and those it was handed to
 //               (mm_device_used). Runs that are coalesced have the union
-// The rule that everything here follows: who gets memory waits for the last use of it by every stream that touched it,
-// but its own. What is waited for is the stream's first mark after that use, or its tail where there is none yet, so a
-// wait can be longer than it must be, never shorter; no event is kept per block, and the CPU never waits in a free. In
-// an allocation it waits only where pages have to be unmapped to be mapped elsewhere (never during a capture), and for
-// work that nothing can be recorded for: of a stream that its owner destroyed, or of a released pool's graphs.
+// The rule of all calls here: the new owner of memory waits for the last use of it by every stream that touched it, but
+// its own. It waits for the stream's first mark after that use, or for its tail if there is none yet, so a wait can be
+// longer than necessary, never shorter. No event is kept per block, and the CPU never waits in a free. In an allocation
+// the CPU waits in two cases: pages have to be unmapped to be mapped elsewhere (never during a capture), or no event
+// can be recorded for the work (a stream that its owner destroyed, graphs of a released pool).
 //
-// Threading: as in core.h. Whatever context a thread has, it has afterwards.
+// Threading: as in core.h. A call leaves the thread's context as it was.
 #ifndef MEMMGR_DEVICE_H
 #define MEMMGR_DEVICE_H
 #include "memmgr/core.h"
@@ -43,8 +43,8 @@ typedef struct mm_device mm_device;
 
 // How the arena's range gets its memory.
 //   MM_MEMORY_MAPPED  addresses reserved once, pages mapped as the range grows and unmapped when they are given back
-//   MM_MEMORY_PLAIN   one allocation of the whole budget (of what is free, less a margin, when it is unlimited), whose
-//                     length later budgets cannot pass: what there is where a driver has no virtual memory
+//   MM_MEMORY_PLAIN   one allocation of the whole budget (of the free memory, less a margin, when it is unlimited),
+//                     whose length later budgets cannot pass: for drivers without virtual memory
 enum { MM_MEMORY_MAPPED = 0, MM_MEMORY_PLAIN = 1 };
 mm_device* mm_device_open(const mm_driver*, int ordinal, uint64_t budget_bytes, int memory, char* err, size_t err_len);
 int mm_device_close(mm_device*);  // only when no block is live (else -1, and it stays); waits for the device
@@ -52,9 +52,9 @@ int mm_device_close(mm_device*);  // only when no block is live (else -1, and it
 // Budget, prices, searches, statistics and walks are those of the arena. Blocks are not to be taken or freed there.
 mm_arena* mm_device_arena(mm_device*);
 int mm_device_ordinal(mm_device*);
-int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  // what the driver says
-// 0: the driver answers. Else its error, with its text in `why`: after a kernel's illegal access, say, the context is
-// of no use, every call fails, and what looks like memory that cannot be had is that.
+int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  // the driver's figures
+// 0: the driver answers. Else its error, with its text in `why`. After a kernel's illegal access, for example, the
+// context is of no use and every call fails; that looks like a lack of memory.
 int mm_device_broken(mm_device*, char* why, size_t length);
 
 // Kernels of another device may use this one's memory from now on, as far as the hardware lets them: 0 or the driver's
@@ -62,14 +62,14 @@ int mm_device_broken(mm_device*, char* why, size_t length);
 int mm_device_allow(mm_device*, int peer_ordinal);
 
 // As mm_arena_alloc_at and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
-// return. While `stream` is being captured into a graph nothing is reclaimed, no stream is waited for and no event is
-// recorded: memory comes from what only this stream touched, or is new; else NULL.
+// return. While `stream` is being captured into a graph there is no reclaim, no wait and no event: the memory is new,
+// or only this stream has touched it; else NULL.
 void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
 void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
 void mm_device_free(mm_device*, void* p);             // in stream order; never waits
 void mm_device_used(mm_device*, void* p, mm_stream);  // work on this stream uses the block, now or up to its end
-// A mark at the tail of a stream of the program: copies of what was used before it need not wait for what comes after.
-// Does nothing during a capture. Called every few ops.
+// A mark at the tail of a stream of the program: copies of memory used before it need not wait for later work. Does
+// nothing during a capture. Called every few ops.
 void mm_device_mark(mm_device*, mm_stream);
 // The clock, to be read with an atomic load after work was queued: that work is over when a mark of its stream with a
 // greater number has passed.
@@ -79,7 +79,7 @@ const uint64_t* mm_device_clock(void);
 // the tails of the streams.
 void mm_device_note_use(mm_device*, const void* p, uint64_t time);
 // While it is on, blocks that the calling thread allocates do not make their stream wait for former users of the
-// memory: the first mm_tier_read into them does. Nothing else may use such a block before. Says what it was.
+// memory: the first mm_tier_read into them does. No other work may use such a block before. Returns the old value.
 int mm_device_defer_waits(int on);
 mm_stream mm_device_home(mm_device*, const void* p);  // of the live block that begins at p; NULL also for none
 // Work put on `waiter` from now on comes after the tail of `other` (as it is now), or of all streams that touched the
@@ -91,9 +91,9 @@ int mm_device_synchronize(mm_device*);                     // the CPU waits for 
 uint64_t mm_device_trim(mm_device*, uint64_t keep_bytes);  // as mm_arena_trim; waits for the streams that touched it
 
 // Memory of this device that another allocator has and hands on in order of one stream. From mm_device_lend on the
-// arena counts such a block as outside, and it is a live block to mm_device_used, _home, _wait_block and to tiers.
-// Where it ends its home waits for the other streams that touched it: who gets the memory next does nothing more. Not
-// for blocks of the arena. An address that is lent again was given back without a word.
+// arena counts such a block as outside, and it is a live block to mm_device_used, _home, _wait_block and to tiers. When
+// it ends its home waits for the other streams that touched it: the next owner of the memory need not wait. Not for
+// blocks of the arena. An address that is lent again was freed without a call of mm_device_lent_ends.
 void mm_device_lend(mm_device*, const void* p, uint64_t bytes, mm_stream home);
 void mm_device_lent_ends(mm_device*, const void* p);  // unknown: nothing happens
 void mm_device_forget_lent(mm_device*);               // all of them, without a wait
@@ -118,11 +118,12 @@ typedef struct mm_sum mm_sum;
 int mm_device_sum_begin(mm_device*, const void* block, size_t bytes, mm_stream stream, mm_sum** sum);
 int mm_device_sum_end(mm_device*, mm_sum*, uint64_t* value);
 void mm_device_sum_drop(mm_device*, mm_sum*);
-// The CPU waits for what is queued on this stream; -EBUSY while it is being captured.
+// The CPU waits for the queued work of this stream; -EBUSY while it is being captured.
 int mm_device_synchronize_stream(mm_device*, mm_stream stream);
 
-// Graphs. Between begin and end, allocations (of all threads: torch's filter is not asked) come from the pool, and what
-// is freed there is reused only there, until the pool was released as often as it was begun and its blocks are free.
+// Graphs. Between begin and end, allocations (of all threads: torch's filter is not used) come from the pool, and
+// memory freed there is reused only there, until the pool was released as often as it was begun and its blocks are
+// free.
 int mm_device_begin_pool(mm_device*, uint64_t pool_a, uint64_t pool_b);
 int mm_device_end_pool(mm_device*, uint64_t pool_a, uint64_t pool_b);
 int mm_device_release_pool(mm_device*, uint64_t pool_a, uint64_t pool_b);
@@ -156,25 +157,25 @@ void mm_points_end(mm_points*);
 
 // Page-locked memory of at most `capacity_bytes`, copies on two side streams. It is locked in pieces ahead of need, by
 // a thread of its own, never much more than is used. A piece that cannot be locked ends the growth: capacity_bytes of
-// the statistics is then what is locked. A tier like the one of core.h; what differs:
+// the statistics is then the locked size. A tier like the one of core.h, with these differences:
 //   write, write_now  the source is the start of a live block of the device. Both only queue: the copy runs behind
 //                     every stream that touched the block, the block counts as touched by the copy, so it may be freed
-//                     at once, and nobody may write to it until then (a stream that will: mm_tier_use). They wait
-//                     where a piece has to be locked first
+//                     at once. No stream may write to it until then without mm_tier_use. They wait where a piece
+//                     has to be locked first
 //   read              the target is the start of a live block; the copy runs behind its home's tail and the slot's
-//                     write. Whoever uses the block first calls mm_tier_use
+//                     write. Each user of the block first calls mm_tier_use
 //   read_now          read, and the block's home waits for it
-//   poll              says whether the copy is done; a block may be freed and a slot given back before
+//   poll              tells if the copy is done; a block may be freed and a slot given back before
 //   wait              the CPU waits
-//   free              never waits: who gets the room next waits in stream order
+//   free              never waits: the next owner of the room waits in stream order
 mm_tier* mm_tier_open_host(mm_device*, uint64_t capacity_bytes, char* err, size_t err_len);
-// The same with a file below it, as of mm_tier_open: page-locked memory stays at `host_bytes`, and what has lain there
-// longest goes on to the file. write_now and read_now wait for the disk where they need room or bytes of it;
-// mm_tier_bytes says nothing. Injected errors are the file's.
+// The same with a file below it, as of mm_tier_open: page-locked memory stays at `host_bytes`, and the bytes that have
+// been there longest move to the file. write_now and read_now wait for the disk where they need room or bytes of it;
+// mm_tier_bytes returns no bytes of the file. Injected errors are the file's.
 mm_tier* mm_tier_open_ladder(mm_device*, uint64_t host_bytes, const char* folder, uint64_t file_bytes,
                              uint64_t bytes_per_second, int workers, char* err, size_t err_len);
-// What the memory of this slot's operations is used for after this call comes after them: the calling thread waits (a
-// file), or nothing has to be done (the host tier: memory is reused in stream order). 0 or a negative errno.
+// Later uses of the memory of this slot's operations come after them: the calling thread waits (a file), or no wait is
+// needed (the host tier: memory is reused in stream order). 0 or a negative errno.
 int mm_tier_order(mm_tier*, mm_slot);
 // Work put on `stream` from now on comes after the last operation of this slot: a read; before the first one the write
 // (so that the block that was written out may be overwritten). A file: the calling thread waits.

@@ -1,5 +1,5 @@
 // The seam between CUDA's allocator in torch (allocator/cuda, one per process: memmgr's, installed before CUDA is
-// initialised, or torch's own behind a door) and the pager, which knows budgets and who may leave. Tables of functions,
+// initialised, or torch's own behind a door) and the pager, which has the budgets and the victims. Tables of functions,
 // because neither links the other.
 #ifndef MEMMGR_PLUGIN_H
 #define MEMMGR_PLUGIN_H
@@ -11,11 +11,11 @@ extern "C" {
 
 #define MM_PLUGIN_VERSION 3
 
-// What the allocator asks while a budget is open, for the device that the budget is about.
+// The calls of the allocator while a budget is open, for the device of the budget.
 typedef struct {
   int ordinal;
-  void* (*allocate)(size_t bytes, mm_stream stream);  // memmgr's: a block; NULL: no room, nothing more can be let go
-  uint64_t (*make_room)(uint64_t bytes);              // torch's: what was let go, 0: nothing more can be
+  void* (*allocate)(size_t bytes, mm_stream stream);  // memmgr's: a block; NULL: no room, and no more can be evicted
+  uint64_t (*make_room)(uint64_t bytes);              // torch's: returns the bytes evicted, 0: no more can be
   void (*taken)(uint64_t bytes);                      // torch's: a block of this device, by the calling thread
   void (*out_of_memory)(size_t bytes);                // throws c10::OutOfMemoryError
   void (*freed)(uint64_t bytes);                      // a block of this device, by the calling thread
@@ -26,7 +26,7 @@ typedef struct {
   int is_torchs;  // torch's own allocator, behind a door
   // The device's memory, opened at the first question; NULL with a text in err.
   mm_device* (*device)(int ordinal, char* err, size_t err_len);
-  // The lower one of this and of what torch.cuda.set_per_process_memory_fraction allows is the arena's budget.
+  // The lower of this and the limit of torch.cuda.set_per_process_memory_fraction is the arena's budget.
   void (*set_budget)(int ordinal, uint64_t bytes);
   // Until set again; NULL: no budget is open. The table has to live as long as the process.
   void (*set_hooks)(const mm_plugin_hooks* hooks);
@@ -35,7 +35,7 @@ typedef struct {
   void (*release)(void* p);       // the deleter of all of its memory
   int (*owns)(const void* p);     // any address; torch's own: never
   uint64_t (*live)(int ordinal);  // bytes of live blocks; 0 for a device that is not open
-  void (*trim)(int ordinal);      // what is cached beyond the budget goes back to the device
+  void (*trim)(int ordinal);      // cached memory beyond the budget goes back to the device
 } mm_plugin;
 
 #ifdef __cplusplus

@@ -1,0 +1,47 @@
+"""Planned steps in virtual time: how often they may call the driver, and how long they may take (first light, F1, F2, F7, F21)."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from . import child
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="no C++ compiler")
+
+MODELS = {"gpt": 0.5, "convnet": 0.6}
+
+
+@pytest.fixture(scope="module")
+def seen() -> Any:
+    """What the trainings in MODELS did, each in a process of its own: what one has tried would change the other's plans."""
+    runs = {name: child.start("trains", module="memdev.timed", models={name: share}) for name, share in MODELS.items()}
+    return {name: child.finish(run)[name] for name, run in runs.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_planned_step_calls_the_driver_only_so_often(seen: Any, name: str) -> None:
+    step, pages = seen[name]["limited"], seen[name]["need"] / seen[name]["page"]
+    assert step["planned"] > 0 < step["reload_bytes"] + step["recomputes"]
+    assert step["drains"] <= 2 + 1 / 4  # the program waits after four steps
+    assert step["maps"] <= 0.02 * pages
+    assert step["queries"] <= step["ops"]
+    assert step["pageable bytes"] == seen[name]["errors"] == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_holds_with_the_bits_of_plain_training(seen: Any, name: str) -> None:
+    """Work runs when its virtual time has come: what is not waited for is not there."""
+    limited = seen[name]["limited"]
+    assert limited["digest"] == seen[name]["plain"]["digest"]
+    assert limited["peak"] <= limited["budget"] < seen[name]["need"]
+    assert limited["committed_peak"] <= limited["budget"] + seen[name]["page"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_without_a_limit_is_the_longer_of_kernels_and_host(seen: Any, name: str) -> None:
+    free = seen[name]["free"]
+    assert free["step"] <= 1.02 * max(free["ideal"], free["host"])
+    assert free["offload_bytes"] == free["evictions"] == free["maps"] == 0

@@ -1,0 +1,137 @@
+"""Trainings on the test device under the clock of the double (driver/virtual_time.h), for test_timed.py."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memmgr.tools.gpu import figures
+from memmgr.tools.gpu.simulated import Simulation
+
+from . import Handles, scenarios, start
+from .scenarios import DEVICE
+
+import memmgr  # isort: skip
+from memmgr.native import pager  # isort: skip
+from memmgr.native.build import load_core  # isort: skip
+
+
+def gpt() -> scenarios.Case:
+    """The demo's GPT: tensors of 128 to 512 KiB."""
+    config = scenarios.models._gpt.GPTConfig(layers=2, heads=2, width=64, context=64, dropout=0.1)
+    tokens, targets = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
+    return scenarios.models._gpt.GPT(config), [tokens, targets], lambda m, x, y: m(x, y)
+
+
+def convnet() -> scenarios.Case:
+    """The demo's residual convnet."""
+    images, labels = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
+    return scenarios.models._convnet.ConvNet(width=16, stages=2, blocks=2), [images, labels], lambda m, x, y: m(x, y)
+
+
+MODELS: dict[str, Callable[[], scenarios.Case]] = {"gpt": gpt, "convnet": convnet}
+
+
+class Training:
+    """A model in training; `step` queues one step, `digest` is of all that it leaves behind."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.model, batch, self._loss_of = MODELS[name]()
+        self.model.to(DEVICE)
+        self._batch = [t.to(DEVICE) for t in batch]
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self._losses: list[Tensor] = []
+
+    def step(self) -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = self._loss_of(self.model, *self._batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._losses.append(loss.detach())
+
+    def digest(self) -> str:
+        sha = hashlib.sha256(str([loss.item().hex() for loss in self._losses]).encode())
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+
+def begin(page_bytes: int, scale: float = 1, **options: Any) -> tuple[Handles, Simulation]:
+    """The device with a clock, pages of this size, and cells down to 64 KiB of what the tensors stand for."""
+    os.environ["MEMMGR_PAGER_SMALL"] = str(int((64 << 10) / scale))
+    handles = start(mode="timed", **options)
+    handles.fake.fake_set_granularity(ctypes.c_uint64(page_bytes))
+    load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
+    pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
+    os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
+    os.environ["MEMMGR_CUDA_PAGE"] = str(page_bytes)
+    table = figures.read(figures.H100)
+    table["flops.float32"] = table["flops.bfloat16"]  # the models stand for such that train in bf16
+    return handles, Simulation(handles.fake, table, scale)
+
+
+def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, settle: int) -> dict[str, Any]:
+    """Steps until a plan is followed, then the figures of `steps` of them."""
+    training = Training(name)
+    taken, since, plans = 0, 0, -1
+    while taken < max(warm, settle):
+        training.step()
+        torch.accelerator.synchronize()
+        taken += 1
+        if mm is None or taken < warm:
+            continue
+        mm._runtime.plans.wait()  # a plan takes no virtual time
+        stats = mm.stats()
+        since, plans = since + 1 if stats["plans"] == plans else 0, stats["plans"]
+        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 2):
+            break
+    before = mm.stats() if mm is not None else {}
+    simulation.begin()
+    for _ in range(steps):
+        training.step()
+    torch.accelerator.synchronize()
+    out = simulation.end(steps)
+    if mm is not None:
+        after = mm.stats()
+        out["passes"], out["planned"] = (after[key] - before[key] for key in ("passes", "planned_passes"))
+        out["peak"], out["committed_peak"] = after["resident_bytes.peak"], after["committed_bytes.peak"]
+        out["budget"], out["plans"] = after["budget_bytes"], after["plans"]
+        out["plan errors"] = mm._runtime.plans.errors() if mm._runtime else []
+        for key in ("offload_bytes", "reload_bytes", "recomputes", "evictions", "stall_seconds"):
+            out[key] = round((after[key] - before[key]) / steps, 6)
+    out["steps"] = taken + steps
+    out["digest"] = training.digest()
+    return out
+
+
+def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:
+    """Each model without memmgr, without a limit, and in its share of the need. Pages are small beside the tensors, and tensors
+    stand for such that are `scale` times as large: pages of 2 MiB beside a need of 0.6 and 4 GB."""
+    handles, simulation = begin(page_bytes, scale)
+    out: dict[str, Any] = {}
+    for name, share in models.items():
+        with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+            free = trained(name, simulation, mm, steps, 2, 0)
+        need = free["peak"]
+        with memmgr.budget(int(need * share), device=DEVICE, quiet=True) as mm:
+            limited = trained(name, simulation, mm, steps, 4, 12)
+        plain = trained(name, simulation, None, 1, limited["steps"] - 1, 0)
+        errors = pager.load().device_stats()["driver_errors"]
+        out[name] = {
+            "plain": plain,
+            "free": free,
+            "limited": limited,
+            "need": need,
+            "page": page_bytes,
+            "errors": errors,
+        }
+    return out
