@@ -111,7 +111,7 @@ class Explainer:
         self._patches.undo()
 
     def _outside(self, text: str) -> BudgetError | None:
-        """Of a request outside of an op. A compiled graph asks the allocator itself what it has refused (`CompiledGraphs`)."""
+        """The error of a request outside of an op. A compiled graph reads the refusal from the allocator itself."""
         return None if self._compiled() else self.spent(text)
 
     def spent(self, text: str) -> BudgetError:

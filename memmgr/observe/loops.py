@@ -50,7 +50,7 @@ def _comprehension() -> Loop | None:
 
 
 def _loader(census: Census) -> Loop | None:
-    """Of the one DataLoader that is half through: with several nobody knows which."""
+    """The loop over the only DataLoader that has begun and not ended; None: there are none or several."""
     found = []
     for iterator in census.loaders():
         try:
