@@ -15,7 +15,7 @@ HEAD = f"""
 
 Suites of other projects run twice: plain, and in a budget from which every tensor is evicted after every op.
 The second run has to have the same outcome, and the same bits in everything that the test compares or differentiates.
-Tolerances of the tests do not count. *Begun* leaves out what a test skips by itself.
+Tolerances of the tests do not count. Of a large suite a fixed share runs (`tests/foreign/suites`). *Begun* leaves out what a test skips by itself.
 *Fail plain* are tests that fail here without memmgr (most want a network, or a package): they are not compared.
 *Vary plain* are tests whose bits differ between two plain runs, and have no other difference.
 *Known* are differences with a reason, which stands below. *Calls* is how many calls had their bits compared.

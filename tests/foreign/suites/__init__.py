@@ -41,7 +41,7 @@ _DATASETS = "diffusers datasets pyarrow pandas python-dateutil pytz tzdata six d
 _ALL = (
     Suite("op_db", "torch: `op_db`, `hop_db`, `autograd_function_db`, every dtype", ("suites/op_db.py",), small=1),
     Suite("module_db", "torch: `module_db`", ("suites/module_db.py",), small=1),
-    Suite("optim_db", "torch: `optim_db`", ("suites/optim_db.py",), small=1),
+    Suite("optim_db", "torch: `optim_db`", ("suites/optim_db.py",), limit=250, small=1),
     Suite(
         "distributed",
         "torch: `DistributedTest` over gloo, 3 ranks",
@@ -55,7 +55,7 @@ _ALL = (
         ("linear_operator",),
         _GAUSSIAN,
         "linear_operator",
-        1500,
+        300,
     ),
     Suite(
         "gpytorch",
@@ -64,12 +64,12 @@ _ALL = (
         ("gpytorch", "linear_operator"),
         ("gpytorch", *_GAUSSIAN, "scikit-learn", "joblib", "threadpoolctl"),
         "gpytorch",
-        700,
+        120,
     ),
     Suite("torchdiffeq", "torchdiffeq: solvers and adjoints", ("suites/torchdiffeq_solvers.py",), ("torchdiffeq",), ("torchdiffeq",)),
     Suite("higher", "higher: inner loops of its optimizers", ("suites/higher_loops.py",), ("higher",), ("higher",)),
-    Suite("peft", "peft's own tests of its methods", ("tests/test_custom_models.py", "tests/test_initialization.py"), ("peft",), ("parameterized", *_DATASETS), "peft", 700),
-    Suite("timm", "timm: one small model of each family", ("suites/timm_zoo.py",), ("timm",), ("timm", "torchvision==0.28.*")),
+    Suite("peft", "peft's own tests of its methods", ("tests/test_custom_models.py", "tests/test_initialization.py"), ("peft",), ("parameterized", *_DATASETS), "peft", 150),
+    Suite("timm", "timm: one small model of each family", ("suites/timm_zoo.py",), ("timm",), ("timm", "torchvision==0.28.*"), limit=70),
     Suite(
         "transformers",
         "transformers' common tests of ten models",
@@ -77,6 +77,7 @@ _ALL = (
         ("transformers",),
         ("parameterized",),
         "transformers",
+        250,
     ),
 )  # fmt: skip
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}

@@ -34,6 +34,8 @@ def _settings(differentiable: bool) -> list[Any]:
             for given in with_implementations("cpu", dtype, info):
                 if bool(given.kwargs.get("differentiable")) != differentiable:
                     continue
+                if dtype.is_complex and given.kwargs.get("fused"):
+                    continue  # no kernel has it
                 key = f"{_name(info)}-{given.desc.replace(' ', '_') or 'default'}-{str(dtype).removeprefix('torch.')}"
                 found.append(pytest.param(info, given.kwargs, dtype, id=key))
     return found
@@ -55,6 +57,8 @@ def _step(info: Any, optimizer: Any, closure: Any) -> None:
 @pytest.mark.parametrize(("info", "kwargs", "dtype"), _settings(differentiable=False))
 def test_settings(info: Any, kwargs: dict[str, Any], dtype: torch.dtype, note: Any) -> None:
     parameters = _parameters(info, dtype)
+    if info.step_requires_closure:
+        kwargs = {"max_iter": 3, **kwargs}  # a step of LBFGS is twenty otherwise
     optimizer = info.optim_cls(parameters, **deepcopy(kwargs))
     inputs = [torch.randn_like(t) for t in parameters]
 
@@ -82,10 +86,9 @@ def test_gradients_through_a_step(info: Any, kwargs: dict[str, Any], dtype: torc
     stepped = optimizer.param_groups[0]["params"]
     for t in stepped:
         t.grad = torch.randn_like(t)
-    for step in range(STEPS):
-        _step(info, optimizer, lambda: torch.tensor(1.0))
-        through = torch.autograd.grad(sum(t.abs().sum() for t in stepped), leaves, retain_graph=True)
-        note(f"step {step}", [stepped, _state(optimizer), through])
+    _step(info, optimizer, lambda: torch.tensor(1.0))
+    through = torch.autograd.grad(sum(t.abs().sum() for t in stepped), leaves)
+    note("step", [stepped, _state(optimizer), through])
 
 
 @pytest.mark.parametrize("info", optim_db, ids=_name)
