@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test compiled test-ops soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
+.PHONY: help setup demo test compiled test-ops test-foreign soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ compiled: setup ## what the tests would compile on their way
 
 test-ops: setup ## all of PyTorch's operator database
 	MEMMGR_TEST_ALL_OPS=1 $(VENV)/bin/pytest -m ops $(PYTEST_ARGS)
+
+test-foreign: setup ## other people's tests, plain and with everything evicted, into docs/compatibility.md (FOREIGN_ARGS="--suite timm --limit 20")
+	$(PY) -P tests/foreign/run.py $(FOREIGN_ARGS)
 
 soak: setup ## a thousand steps, an hour of random threads that allocate, seed, train and fork, an hour of random ranks (SOAK_SECONDS=600)
 	MEMMGR_SOAK_SECONDS=$(or $(SOAK_SECONDS),3600) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/exactness/test_long_run.py \

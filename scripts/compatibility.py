@@ -28,6 +28,7 @@ from _compatibility_checks import CHECKS, Check, Left, Scope
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
+NEXT_SECTION = "\n## "  # other people's tests, which tests/foreign/run.py writes
 SHARE = 0.4  # of the way from the floor to the need
 TIMEOUT_SECONDS = 300
 HEAD = """# Compatibility
@@ -205,7 +206,8 @@ def main() -> int:
         text += line
     if not args.only:
         own = {"memmgr": version("memmgr"), "torch": torch.__version__, "python": platform.python_version()}
-        PAGE.write_text(HEAD.format(share=round(100 * SHARE), **own) + text)
+        _, mark, rest = PAGE.read_text().partition(NEXT_SECTION)
+        PAGE.write_text(HEAD.format(share=round(100 * SHARE), **own) + text + mark + rest)
     return 0 if good else 1
 
 

@@ -75,7 +75,7 @@ int open_file_of(const Area& area) {
 
 std::shared_ptr<Mapping> mapping_around_locked(const void* address, uint64_t nbytes) {
   auto& known = mappings();
-  std::erase_if(known, [](const std::weak_ptr<Mapping>& m) { return m.expired(); });
+  known.erase(std::remove_if(known.begin(), known.end(), [](const auto& m) { return m.expired(); }), known.end());
   const auto begin = reinterpret_cast<uintptr_t>(address);
   for (const std::weak_ptr<Mapping>& weak : known)
     if (auto m = weak.lock(); m && m->begin <= begin && begin + nbytes <= m->end) return m;
@@ -243,7 +243,10 @@ bool begins_away_locked(const Cell* c) {
 
 std::unique_ptr<MappedRange> end_range_locked(Cell* c) {
   std::unique_ptr<MappedRange> range(std::exchange(c->range, nullptr));
-  if (range) std::erase(range->mapping->cells, c);
+  if (range) {
+    auto& cells = range->mapping->cells;
+    cells.erase(std::remove(cells.begin(), cells.end(), c), cells.end());
+  }
   return range;
 }
 

@@ -57,6 +57,7 @@ class Reducers:
         self._patches.wrap(reducer, "_rebuild_buckets", self._with_new_buckets)
         for name in COLLECTIVES:
             self._patches.wrap(torch._C._distributed_c10d.Backend, name, self._by_address)
+        self._patches.wrap(torch.distributed, "_verify_params_across_processes", self._in_cpp)
         self._patches.when_imported("torch.distributed.pipelining.stage", self._patch_stages)
 
     @contextmanager
@@ -91,6 +92,15 @@ class Reducers:
 
         return collective
 
+    def _in_cpp(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # It reads a tensor of all parameters' sizes by its address, after ops on it. The parameters' bytes it does not read,
+        # so they are not arguments here and need not be in memory.
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._pager.call_foreign(functools.partial(original, *args, **kwargs), (), {})
+
+        return call
+
     def _patch_stages(self, stages: ModuleType) -> None:
         self._patches.wrap(stages, "_make_tensor_from_meta", self._touched)
 
@@ -124,12 +134,11 @@ class Reducers:
         return delay_all_reduce
 
     def _with_new_buckets(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # After the first backward. It asks of gradients that are there whether they are views of a new bucket already.
+        # After the first backward. It reads a list of indices by an address that it took before it wrote and sent the list,
+        # and checks whether the gradients are views of a new bucket already.
         @functools.wraps(original)
         def rebuild_buckets(reducer: Any) -> Any:
-            if not self._pager.moves_gradients(reducer):
-                return original(reducer)
-            pin = self._pager.pin_reducer(reducer, True)
+            pin = self._pager.pin_reducer(reducer, True) if self._pager.moves_gradients(reducer) else None
             try:
                 return self._pager.call_foreign(original, (reducer,), {})
             finally:

@@ -138,7 +138,10 @@ BAD_VARIABLES = [
     ({"MEMMGR_BUDGET": "ned*0.6"}, "did you mean 'need*0.6'?"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "policy:best"}, "dtr"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr"}, "did you mean 'policy'?"),
-    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "zebra:1"}, "verify, quiet, strict, trace, trace_pass, silent_seconds"),
+    (
+        {"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "zebra:1"},
+        "verify, prefetch, quiet, strict, trace, trace_pass, silent_seconds",
+    ),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "offload"}, "not key:value"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "{policy"}, "not JSON"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "strict:perhaps"}, "neither on nor off"),

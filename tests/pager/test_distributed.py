@@ -156,6 +156,24 @@ class _SometimesUnused(nn.Module):
         return self.extra(self.body(x)) if extra else self.body(x)
 
 
+class ManyParameters(nn.Module):
+    """DDP's lists of all parameters are as large as cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = cases.MLP(depth=2)
+        self.scales = nn.ParameterList(torch.ones(1) for _ in range(160))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) * torch.cat(list(self.scales)).mean()
+
+
+@same_bits("ddp")
+def ddp_of_many_parameters(seed: int, scope: Scope) -> Record:
+    """C++ reads such lists by addresses that it took before an op, in the constructor and where buckets are made anew."""
+    return _train(_ddp(ManyParameters()), scope)
+
+
 @same_bits("ddp")
 def ddp_unused_parameters_with_gradients(seed: int, scope: Scope) -> Record:
     """Gradients accumulated under `no_sync` are looked at in a backward that does not reach its parameters."""

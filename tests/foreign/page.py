@@ -1,0 +1,45 @@
+"""The section of docs/compatibility.md about other people's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+MARK = "<!-- Made by tests/foreign/run.py: `make test-foreign`. -->"
+HEAD = f"""
+## Other people's tests
+
+{MARK}
+
+Suites of other projects run twice: plain, and in a budget from which every tensor is evicted after every op.
+The second run has to have the same outcome, and the same bits in everything that the test compares or differentiates.
+Tolerances of the tests do not count. Of a large suite a fixed share runs (`tests/foreign/suites`). *Begun* leaves out what a test skips by itself.
+*Fail plain* are tests that fail here without memmgr (most want a network, or a package): they are not compared.
+*Vary plain* are tests whose bits differ between two plain runs, and have no other difference.
+*Known* are differences with a reason, which stands below. *Calls* is how many calls had their bits compared.
+
+| suite | versions | begun | same | fail plain | vary plain | known | different | calls | evicted |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def section(rows: dict[str, tuple[Any, str, Any]]) -> str:
+    """Of suites, with their versions and verdicts."""
+    text, reasons, total = HEAD, [], [0] * 8
+    for suite, versions, v in rows.values():
+        figures = [v.begun, v.same, v.plain_failures, v.varying, len(v.known), len(v.different), v.entries, v.evicted]
+        total = [a + b for a, b in zip(total, figures, strict=True)]
+        text += f"| {suite.title} | {versions} | {' | '.join(f'{n:,}' for n in figures)} |\n"
+        for reason in dict.fromkeys(v.known.values()):
+            names = [name for name, why in v.known.items() if why == reason]
+            reasons.append(f"- {suite.name}, {len(names)} test{'s' if len(names) > 1 else ''}: {reason}\n")
+    text += f"| together | | {' | '.join(f'{n:,}' for n in total)} |\n"
+    return text + ("\nKnown differences:\n\n" + "".join(reasons) if reasons else "")
+
+
+def write(text: str) -> None:
+    """Below what `make compatibility` wrote."""
+    before = PAGE.read_text().partition("\n## ")[0]
+    PAGE.write_text(before + text)
