@@ -243,12 +243,12 @@ class Exports:
 
     @property
     def each_bytes(self) -> int:
-        """What one of them takes."""
+        """The average bytes of an export."""
         return self.nbytes // max(1, self.count)
 
     @property
     def coming_bytes(self) -> int:
-        """What those take that are still to come, as far as they are counted on."""
+        """The bytes to add for exports still to come."""
         return MORE * self.nbytes if self.left is None else self.left * self.each_bytes
 
 
@@ -415,7 +415,7 @@ def budget_error(
         if not trained and op.result_bytes:
             enough += kept + exports.coming_bytes
         calls = 0 if grows else coming.calls
-        if calls:  # one op reads what they return and makes as much of it
+        if calls:  # concatenating reads all results and makes as many bytes
             enough = max(enough, int(SPARE * 2 * calls * coming.returns_bytes))
         enough = round_up(enough + hidden_bytes, binary=binary)
         named = f"budget of {size(enough)} ({enough} bytes)"

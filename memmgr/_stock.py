@@ -186,7 +186,7 @@ def _gathering() -> tuple[type, ...]:
 
 
 def _loading() -> tuple[type, ...]:
-    """The class of what goes over a DataLoader, where one is in use."""
+    """DataLoader's iterator class, if torch.utils.data is imported."""
     kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     return () if kind is None else (kind,)
 

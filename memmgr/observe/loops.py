@@ -1,4 +1,4 @@
-"""How often the loop that an error ends would have run again, where that can be known.
+"""Finds the turns left in the loop that an error interrupts.
 
 Python shows what a comprehension (up to 3.11) and a generator expression go over; of a `for` loop, what a DataLoader has left.
 """
@@ -17,7 +17,7 @@ _CALL = "_call_impl"  # of a module
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of the program.
+    """Describes a loop of the program.
 
     Attributes:
         left: turns to come, without this one.
@@ -56,7 +56,7 @@ def _loader(census: Census) -> Loop | None:
         try:
             whole, done = len(iterator), int(iterator._num_yielded)
         except (TypeError, AttributeError, NotImplementedError):
-            continue  # it goes over what has no length
+            continue  # its data set has no length
         if 0 < done < whole:
             found.append(Loop(whole - done, done - 1))
     return found[0] if len(found) == 1 else None

@@ -384,7 +384,7 @@ def test_a_rehearsal_that_waits_for_its_own_caller_is_given_up(monkeypatch: pyte
                 try:
                     made = self.large(x)
                 except memmgr.BudgetError as error:
-                    assert "budget of" in str(error)  # it is written now
+                    assert "budget of" in str(error)  # asking for the text starts the rehearsal
                     raise
             rehearsed.append(threading.current_thread() is not real)
             return made
