@@ -111,16 +111,16 @@ class BudgetError(OutOfMemoryError):
 _ARGS: Any = vars(BaseException)["args"]
 
 
-def of_torchs(spent: Callable[[str], BudgetError]) -> Callable[..., BaseException]:
-    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator is made what `spent` makes of its text.
+def of_torchs(spent: Callable[[str], BudgetError | None]) -> Callable[..., BaseException]:
+    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator becomes what `spent` makes of its text, if
+    that is something.
 
     All code of C++ that allocates outside of an op (`torch.tensor` of a list) ends with that class, and has no other hook.
     """
 
     def new(kind: type[OutOfMemoryError], *args: Any) -> BaseException:
-        if kind is OutOfMemoryError and len(args) == 1 and SPENT in str(args[0]):
-            return spent(str(args[0]))
-        return RuntimeError.__new__(kind, *args)
+        ours = kind is OutOfMemoryError and len(args) == 1 and SPENT in str(args[0])
+        return (spent(str(args[0])) if ours else None) or RuntimeError.__new__(kind, *args)
 
     return new
 
@@ -233,11 +233,23 @@ class Exports:
         count: how many.
         nbytes: what they hold.
         by: who has the last one's address.
+        left: how many are still to come; None: not known.
     """
 
     count: int = 0
     nbytes: int = 0
     by: str = ""
+    left: int | None = None
+
+    @property
+    def each_bytes(self) -> int:
+        """The average bytes of an export."""
+        return self.nbytes // max(1, self.count)
+
+    @property
+    def coming_bytes(self) -> int:
+        """The bytes to add for exports still to come."""
+        return MORE * self.nbytes if self.left is None else self.left * self.each_bytes
 
 
 @dataclass(frozen=True)
@@ -247,12 +259,18 @@ class Ahead:
     Attributes:
         op_bytes: its largest op, and what can never leave beside it; 0: no more than so far, or not known.
         states_stay_bytes: as much where no model state can leave; None: not known.
+        rehearsed: by a run on tensors without bytes.
         call: of which module's call that is the rest, by its class; empty: of a training step.
+        calls: how many such calls a list is made of; 0: no list is known.
+        returns_bytes: what one of them returns.
     """
 
     op_bytes: int = 0
     states_stay_bytes: int | None = None
+    rehearsed: bool = False
     call: str = ""
+    calls: int = 0
+    returns_bytes: int = 0
 
     @property
     def known(self) -> bool:
@@ -367,7 +385,8 @@ def budget_error(
     if grows:
         lines.append(
             f"{exports.by} has the addresses of {exports.count} tensors that hold {size(exports.nbytes)}. They stay in "
-            f"memory while it has them: each further one takes about {size(exports.nbytes // exports.count)} more."
+            f"memory while it has them: each further one takes about {size(exports.each_bytes)} more."
+            + ("" if exports.left is None else f" Its loop has {exports.left} more to come.")
         )
     tier_bytes = below_bytes + saved if short else 0
     if short:
@@ -391,14 +410,18 @@ def budget_error(
         else:
             step = int(SPARE * max(floor, coming.op_bytes, held.update_bytes))
         enough = max(floor, step, untried_bytes) if known or there_bytes or held.step_bytes else floor
-        if not trained and not there_bytes and not coming.call:
+        if not trained and not there_bytes and not coming.rehearsed:
             enough = max(enough, floor + MORE * op.result_bytes)
         if not trained and op.result_bytes:
-            enough += kept + MORE * exports.nbytes
+            enough += kept + exports.coming_bytes
+        calls = 0 if grows else coming.calls
+        if calls:  # concatenating reads all results and makes as many bytes
+            enough = max(enough, int(SPARE * 2 * calls * coming.returns_bytes))
         enough = round_up(enough + hidden_bytes, binary=binary)
         named = f"budget of {size(enough)} ({enough} bytes)"
         without = "Without that a" if short else "A"
-        more = f" That leaves room for {MORE} times as many more." if grows and not trained else ""
+        room = f"{MORE} times as many more" if exports.left is None else "all of them"
+        more = f" That leaves room for {room}." if grows and not trained else ""
         if kept:
             more += (
                 f" The {size(kept)} that are kept cannot leave without a tier below: there is room for as much again."
@@ -406,10 +429,9 @@ def budget_error(
         if known and not coming.call:
             return enough, f"{without} {named} should do for a whole step.{more}"
         if known:
-            return (
-                enough,
-                f"{without} {named} should do for this call of {coming.call}; what comes after it is not known.{more}",
-            )
+            them = f", and to put together what {calls} of them return" if calls > 1 else ""
+            after = f"{them}; what comes after it is not known.{more}"
+            return enough, f"{without} {named} should do for this call of {coming.call}{after}"
         if op.result_bytes and not there_bytes:
             least = op.need_bytes if op.need_bytes > budget_bytes else floor
             least_words = size(round_up(least + hidden_bytes, binary=binary))

@@ -1,6 +1,6 @@
 """The command `memmgr`: one verb per file, each with `add_arguments`, `run` and a docstring that is its help.
 
-What takes long to import is imported in `main`, where an interrupt is a line and no traceback.
+Slow modules are imported in `main`, where an interrupt prints a line and no traceback.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 from importlib import import_module
 
-TYPE_CHECKING = False  # as typing's, which is not imported for it
+TYPE_CHECKING = False  # instead of typing's: importing typing takes long
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
@@ -114,7 +114,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
     if verb not in ("run", "trace", "doctor"):
         os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
     _variables.said = verb == "doctor"  # it lists misspelt ones among the rest
-    with ends_at_once(verb):  # some imports take an interrupt for an error of their own
+    with ends_at_once(verb):  # some imports treat an interrupt as their own error
         module = import_module({name: path for name, path, _ in VERBS}[verb])
     parser = Parser(prog=f"memmgr {verb}", description=module.__doc__, formatter_class=RawDescriptionHelpFormatter)
     module.add_arguments(parser)

@@ -27,6 +27,7 @@ from memmgr._stock import Census, Inventory, holders, missing_states, states_bel
 from memmgr.native.pager import Escape
 from memmgr.readers.patches import Patches
 
+from .loops import Loop, loop_around
 from .passes import Passes
 from .rehearsal import Rehearsal, in_step, module_call, transformed
 
@@ -103,18 +104,23 @@ class Explainer:
 
     def begin(self) -> None:
         """From here on torch's out-of-memory errors that quote the allocator are ours."""
-        self._patches.wrap(torch.OutOfMemoryError, "__new__", lambda _: of_torchs(self.spent))
+        self._patches.wrap(torch.OutOfMemoryError, "__new__", lambda _: of_torchs(self._outside))
 
     def end(self) -> None:
         """Undoes it."""
         self._patches.undo()
 
+    def _outside(self, text: str) -> BudgetError | None:
+        """The error of a request outside of an op. A compiled graph reads the refusal from the allocator itself."""
+        return None if self._compiled() else self.spent(text)
+
     def spent(self, text: str) -> BudgetError:
         """This thread found no room; `text` is what the allocator said."""
         self._native.note_refused()
-        held = self._holdings()
+        census = Census(self._native)
+        held = self._holdings(census)
         op = FailedOp(*self._native.failed_op())
-        error = self._error(torchs_own_words(text), held, failed=failed_tier(text), op=op)
+        error = self._error(torchs_own_words(text), held, census, failed=failed_tier(text), op=op)
         if self._detail():
             self._happened(
                 "budget_error",
@@ -137,18 +143,21 @@ class Explainer:
 
     def too_big(self, there_bytes: int) -> BudgetError:
         """What is there when the budget opens does not fit, and cannot leave."""
-        return self._error(out_of_memory_words(self._asked.device), self._holdings(), there_bytes=there_bytes)
+        census = Census(self._native)
+        words = out_of_memory_words(self._asked.device)
+        return self._error(words, self._holdings(census), census, there_bytes=there_bytes)
 
     def _error(
         self,
         first: str,
         held: Holdings,
+        census: Census,
         failed: tuple[str, str] | None = None,
         there_bytes: int = 0,
         op: FailedOp | None = None,
     ) -> BudgetError:
         tier, now = self._native.tier_stats(), self._native.stats()
-        ahead, floor_bytes = self._ahead(held, now, below=bool(tier)), now["floor_bytes"]
+        ahead, floor_bytes = self._ahead(held, now, census, below=bool(tier)), now["floor_bytes"]
         if failed is not None and not is_full(failed):  # nobody can count on that one, as the floor does
             tier, floor_bytes = {}, floor_bytes + held.states_bytes
         return budget_error(
@@ -167,16 +176,20 @@ class Explainer:
             failed=failed,
             there_bytes=there_bytes,
             op=op or FailedOp(),
-            exports=self._exports(now),
+            exports=self._exports(now, loop_around(census)),
             trains=self._trains(),
         )
 
     def _trains(self) -> bool:
         return (self._passes.in_backward or in_step()) and not transformed()
 
-    def _exports(self, now: dict[str, int]) -> Exports:
-        by = HAS_ADDRESSES.get(Escape(now["exported_why"])) if now["exported_cells"] else None
-        return Exports(now["exported_cells"], now["exported_bytes"], by) if by else Exports()
+    def _exports(self, now: dict[str, int], loop: Loop | None) -> Exports:
+        count = now["exported_cells"]
+        by = HAS_ADDRESSES.get(Escape(now["exported_why"])) if count else None
+        left = None
+        if loop is not None:  # this turn's is not exported yet
+            left = (loop.left + 1) * max(1, round(count / loop.done) if loop.done else 1)
+        return Exports(count, now["exported_bytes"], by, left) if by else Exports()
 
     def _hidden_bytes(self, held: Holdings) -> int:
         """What a device's allocator has given to others than tensors: cuBLAS takes 32 MiB and more for each stream."""
@@ -185,7 +198,7 @@ class Explainer:
         hidden = self._native.resident() - sum(held.kinds.values())
         return hidden if hidden > HIDDEN_BYTES else 0
 
-    def _ahead(self, held: Holdings, now: dict[str, int], *, below: bool) -> Callable[[], Ahead]:
+    def _ahead(self, held: Holdings, now: dict[str, int], census: Census, *, below: bool) -> Callable[[], Ahead]:
         """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last.
 
         Args:
@@ -201,11 +214,13 @@ class Explainer:
             work = forward - (0 if below else held.states_bytes - held.kinds.get("gradients", 0))
             most = max(LOSS * forward, GROWS * now["floor_bytes"])
             return functools.partial(Ahead, int(most), int(states + AGAIN * LOSS * max(0, work)))
-        otherwise = self._without_rehearsal(held, now, moved)
+        otherwise = self._without_rehearsal(held, now, census, moved)
         call = None if passes.in_backward or transformed() else module_call()
         if call is None:
             return lambda: otherwise
         rehearsal, compiled, name = Rehearsal(*call), self._compiled(), "" if in_step() else type(call[0]).__name__
+        loop = loop_around(census) if name else None
+        calls = loop.left + 1 if loop is not None and loop.gathers else 0
         stays = now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"]
 
         def ahead() -> Ahead:
@@ -214,17 +229,17 @@ class Explainer:
                 return otherwise
             if compiled:  # nothing leaves in its graph, and its backward is given all that its forward has saved
                 whole = states + found.inputs_bytes + found.made_bytes + found.op_bytes
-                return Ahead(whole, whole, name)
+                return Ahead(whole, whole, True, name, calls, found.outputs_bytes)
             made = int(AGAIN * (found.inputs_bytes + found.activations_bytes))
-            return Ahead(stays + found.op_bytes, states + made, name)
+            return Ahead(stays + found.op_bytes, states + made, True, name, calls, found.outputs_bytes)
 
         return ahead
 
-    def _without_rehearsal(self, held: Holdings, now: dict[str, int], moved: int) -> Ahead:
+    def _without_rehearsal(self, held: Holdings, now: dict[str, int], census: Census, moved: int) -> Ahead:
         passes = self._passes
         if not passes.count or not held.step_bytes:  # without an optimizer no two passes need be alike
             return Ahead(int(LOSS * now["floor_bytes"]))
-        coming = missing_states(self._native, self._asked.device, gradients=False)
+        coming = missing_states(census, self._asked.device, gradients=False)
         if passes.count == 1 or not passes.steps_before:
             # No backward was beside the states that the first update makes.
             # Some of them may be gone again: zeros are made from nothing.
@@ -234,8 +249,8 @@ class Explainer:
             )
         return Ahead(0, now["floor_bytes"] + moved + coming)
 
-    def _holdings(self) -> Holdings:
-        native, device = Census(self._native), self._asked.device
+    def _holdings(self, native: Census) -> Holdings:
+        device = self._asked.device
         kinds, modules = holders(native, device, rest=self._native.resident_cells())
         return Holdings(
             kinds,

@@ -47,12 +47,14 @@ class Rehearsed:
             same op.
         inputs_bytes: the module's inputs.
         made_bytes: all tensors that its forward makes, freed or not.
+        outputs_bytes: the tensors that its forward returns.
     """
 
     op_bytes: int
     activations_bytes: int
     inputs_bytes: int
     made_bytes: int
+    outputs_bytes: int
 
 
 def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None:
@@ -264,7 +266,8 @@ def _run(module: torch.nn.Module, given: Any, grad: bool, late: threading.Event)
         losses = [t.log_softmax(-1).mean() if t.dim() else t for t in wanted]
         if losses:
             torch.autograd.backward(losses)
-    return Rehearsed(watch.most, watch.most_activations, sum(_storages(tree_leaves(inputs)).values()), made)
+    given_bytes, returned_bytes = (sum(_storages(leaves).values()) for leaves in (tree_leaves(inputs), outputs))
+    return Rehearsed(watch.most, watch.most_activations, given_bytes, made, returned_bytes)
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -150,7 +150,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize("module", ["memmgr.tools.common.usage_error", "memmgr._variables"])
 def test_an_interrupt_while_the_command_is_imported_is_a_line(module: str) -> None:
-    """The first 0.3 s of a verb, most of which are imports."""
+    """Imports take most of the first 0.3 s of a verb."""
     words = [sys.executable, "-P", "-c", INTERRUPTED, module, "simulate", "--help"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "memmgr simulate: interrupted\n")
