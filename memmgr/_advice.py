@@ -1,6 +1,6 @@
-"""What the figures of a run say about what to change: lines for whoever ends a run, from `memmgr.stats()` alone.
+"""Advice from the figures of a finished run: lines of text, from `memmgr.stats()` alone.
 
-The figures themselves are in the budget's own line (`observe.summary`) or in a page's tiles; nothing of it is said again here.
+The figures themselves are in the budget's own line (`observe.summary`) or in a page's tiles; they are not repeated here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memmgr.observe.states import flows
 from ._sizes import UNLIMITED, show_seconds, show_size
 
 WORTH_SAYING = 0.03
-"""Of the time: what costs less is not worth more memory."""
+"""A share of the time: a smaller loss is not worth more memory."""
 
 
 def own_checkpointing(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
@@ -32,7 +32,7 @@ def own_checkpointing(stats: dict[str, Any], *, binary: bool = False) -> list[st
 
 
 def advice(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
-    """Lines about a finished run: what its floor is, then `changes`.
+    """Lines about a finished run: its floor, then `changes`.
 
     Args:
         stats: `memmgr.stats()`.
@@ -46,7 +46,7 @@ def advice(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
 
 
 def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
-    """What to change, most useful first; empty where there is nothing (`no_change` says why).
+    """The changes that would help, most useful first; empty where there is nothing (`no_change` says why).
 
     Args:
         stats: `memmgr.stats()`.
@@ -86,12 +86,12 @@ def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
 
 
 def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
-    """Of a run that waits for model states: the one knob that would help most, as a line, else none.
+    """The one knob that would help most a run that waits for model states, as a line; else none.
 
     Compared are a step that is easily taken with each: no gradients kept, twice the tokens a step (where the link takes longer
     than the ops, and so could hide behind more of them), a quarter more budget, a link twice as fast.
 
-    Known limitation: estimates. Waiting is taken to be in proportion to what moves. On a small MLP on a CPU a quarter more
+    Known limitation: estimates. Waiting is taken as proportional to the bytes that move. On a small MLP on a CPU a quarter more
     budget took away twice that, tokens as predicted, and gradients that were kept moved 1.2 times their bytes more a pass.
     """
     size = functools.partial(show_size, binary=binary)
@@ -110,7 +110,7 @@ def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     waiting = stall / wall
     kept = int(stats.get("kept_gradient_bytes", 0))
     more = min(missing, int(stats["budget_bytes"]) // 4)
-    knobs = [  # the cheapest first: (of the time saved, what)
+    knobs = [  # the cheapest first: (share of the time saved, text)
         (
             waiting * min(1.0, kept / moved),
             f"zero_grad(set_to_none=True): {size(kept)} of gradients outlive a step",
@@ -157,10 +157,10 @@ def _floor(stats: dict[str, Any], *, binary: bool = False) -> str:
 
 
 def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:
-    """How many bytes more of budget would remove that share of what the lack of them costs, in time.
+    """The bytes of additional budget that would remove that share of the time lost for want of memory.
 
-    In proportion to what is missing to the unmanaged peak. What is cheap leaves first, so the last bytes that leave are
-    the dearest, and chains of recomputation grow faster than what is evicted: more budget removes rather more than its share.
+    The estimate is proportional to the bytes missing to the unmanaged peak. Cheap tensors leave first, so the last bytes that
+    leave are the dearest, and chains of recomputation grow faster than evicted bytes: more budget removes more than its share.
 
     Args:
         stats: `memmgr.stats()` at the end.
@@ -171,7 +171,7 @@ def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:
 
     Known limitation: a rule of thumb. Measured on a small GPT on a CPU, nine runs in 40 to 70 % of the memory: four
     fifths of the missing bytes removed 88 to 97 % of the time under `evict` and `auto`, but 62 to 77 % under `offload`,
-    where the link is what is waited for.
+    where the run waits for the link.
     """
     missing = int(stats["unmanaged_peak_bytes"]) - int(stats["budget_bytes"])
     lost = float(stats["recompute_seconds"]) + float(stats["stall_seconds"])

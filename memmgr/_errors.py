@@ -1,4 +1,4 @@
-"""The errors that memmgr raises, and what they say."""
+"""The errors that memmgr raises, and their texts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ._sizes import round_up, show_size
 
 STATES = ("parameters", "buffers", "gradients", "optimizer state")
 UNSEEN = (
-    3.0  # without a tier: what a step takes besides the model's states, over what it took in the first ops of a forward
+    3.0  # without a tier: bytes of a step besides the model's states, over those of the first few ops of its forward
 )
 LEAST_WORK = 8  # one part in so many of the states
-SPARE = 1.06  # alignment, and what kernels take for themselves
+SPARE = 1.06  # alignment, and memory that kernels take for themselves
 MORE = 2  # where the rest of a run is not known: so many results more like the op's, and so many times more exports
 
 SPENT = "memmgr: the budget of "  # in the text of an allocator's error
@@ -29,16 +29,16 @@ _FULL = "No space left on device"
 class BudgetError(OutOfMemoryError):
     """The budget is spent and nothing more can be let go.
 
-    A subclass of `torch.OutOfMemoryError`, so that whatever handles torch's own error handles this one. Its text begins
-    as torch's does, then says what holds the rest, and what to change.
+    A subclass of `torch.OutOfMemoryError`, so that a handler of torch's own error handles this one. Its text begins
+    as torch's does, then names the holders of the memory, and a change that helps.
 
     The text is written, and `enough_bytes` found, when either is first read: a program that tries smaller batches reads none.
 
     Attributes:
         floor_bytes: the smallest budget that would have worked up to here, in bytes; a later part of the run may need more.
         enough_bytes: the budget that the text names, in bytes, at least `floor_bytes`. In a training step it should do for all of
-            the step, with what is still to come of backward and the optimizer; in a module without gradients for the module's
-            call; elsewhere for the op and for what two more results like its own would take. The text says which. An estimate.
+            the step, with the rest of backward and the optimizer; in a module without gradients for the module's
+            call; elsewhere for the op and for two more results like its own. The text says which. An estimate.
         budget_bytes: the budget that was passed, in bytes.
         tier_bytes: how large the tier below (`disk=`, or `host=` on an accelerator) would have to be, in bytes, where that was
             full and not the budget too small; else 0.
@@ -56,7 +56,7 @@ class BudgetError(OutOfMemoryError):
     def __init__(self, *args: Any) -> None:
         if not vars(
             self
-        ):  # else it is what torch's class has been asked for (`of_torchs`), which initializes it once more
+        ):  # else the object is the result of torch's `__new__` (`of_torchs`), and is initialized once more
             super().__init__(*args)
 
     def told_later(self, rest: Callable[[], tuple[int, str]]) -> None:
@@ -112,8 +112,8 @@ _ARGS: Any = vars(BaseException)["args"]
 
 
 def of_torchs(spent: Callable[[str], BudgetError | None]) -> Callable[..., BaseException]:
-    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator becomes what `spent` makes of its text, if
-    that is something.
+    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator becomes the result of `spent` on its text,
+    unless that is None.
 
     All code of C++ that allocates outside of an op (`torch.tensor` of a list) ends with that class, and has no other hook.
     """
@@ -184,14 +184,14 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
 
 @dataclass(frozen=True)
 class Holdings:
-    """Who holds the memory, and what is still to come.
+    """The holders of the memory, and the states that are still to come.
 
     Attributes:
         kinds: bytes by kind (see `_stock.holders`).
         modules: parameters and buffers by module class, largest first, in bytes.
         missing_bytes: gradients and optimizer state that the first complete step will add.
-        step_bytes: what the optimizer takes besides while it steps; 0 where there is no optimizer yet.
-        update_bytes: what its largest op takes, states included; 0 where there is none.
+        step_bytes: bytes that the optimizer takes in addition while it steps; 0 where there is no optimizer yet.
+        update_bytes: bytes of its largest op, states included; 0 where there is none.
         below_bytes: model states that are in the tier below, in bytes.
     """
 
@@ -204,7 +204,7 @@ class Holdings:
 
     @property
     def states_bytes(self) -> int:
-        """Parameters, buffers, gradients, optimizer state: what is there of them, or below."""
+        """Bytes of parameters, buffers, gradients and optimizer state, resident or in the tier below."""
         return self.below_bytes + sum(self.kinds.get(kind, 0) for kind in STATES)
 
 
@@ -214,9 +214,9 @@ class FailedOp:
 
     Attributes:
         name: as torch has it; empty: the request came from no op.
-        need_bytes: all that it reads and makes, and what can never leave; 0: not known.
-        read_bytes: what it reads.
-        result_bytes: its largest result, or what was asked for.
+        need_bytes: all that it reads and makes, and the bytes that can never leave; 0: not known.
+        read_bytes: bytes of its arguments.
+        result_bytes: bytes of its largest result, or of the request.
     """
 
     name: str = ""
@@ -231,8 +231,8 @@ class Exports:
 
     Attributes:
         count: how many.
-        nbytes: what they hold.
-        by: who has the last one's address.
+        nbytes: the bytes that they hold.
+        by: the holder of the last one's address.
         left: how many are still to come; None: not known.
     """
 
@@ -254,15 +254,15 @@ class Exports:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What the rest of the step will take, as far as it is known.
+    """The memory that the rest of the step will take, as far as it is known.
 
     Attributes:
-        op_bytes: its largest op, and what can never leave beside it; 0: no more than so far, or not known.
+        op_bytes: its largest op, and the bytes that can never leave beside it; 0: no more than so far, or not known.
         states_stay_bytes: as much where no model state can leave; None: not known.
         rehearsed: by a run on tensors without bytes.
-        call: of which module's call that is the rest, by its class; empty: of a training step.
+        call: the class of the module whose call the figures are for; empty: they are for a training step.
         calls: how many such calls a list is made of; 0: no list is known.
-        returns_bytes: what one of them returns.
+        returns_bytes: bytes of the result of one of them.
     """
 
     op_bytes: int = 0
@@ -279,7 +279,7 @@ class Ahead:
 
 
 def torchs_own_words(text: str) -> str:
-    """The first line of an out-of-memory error without what memmgr's allocator has added to it."""
+    """The first line of an out-of-memory error without the text of memmgr's allocator."""
     return _OURS.sub("", text.splitlines()[0] if text else "")
 
 
@@ -295,7 +295,7 @@ def is_full(failed: tuple[str, str]) -> bool:
 
 
 def _where_states_stay(held: Holdings, so_far_bytes: int, ahead: Ahead) -> int:
-    """What a step takes without a tier; `so_far_bytes`: what it took at most."""
+    """The bytes of a step without a tier; `so_far_bytes`: its peak so far."""
     states = held.states_bytes + held.missing_bytes
     least = states + max(held.step_bytes, states // LEAST_WORK)
     if ahead.states_stay_bytes is not None:
@@ -329,21 +329,21 @@ def budget_error(
 
     Args:
         first: torch's own words for it.
-        held: who holds what.
+        held: the holders of the memory.
         budget_bytes: the budget.
         floor_bytes: the most that could not have left so far, in bytes.
         untried_bytes: where an op would have had room for its second run, without which nothing of it can be made again.
-        there_bytes: what was there before the budget opened, in bytes; 0 when it is open.
+        there_bytes: resident bytes before the budget opened; 0 when it is open.
         failed: the tier that failed, "disk" or "host", and why; None: none did.
-        below_bytes: what was in it.
+        below_bytes: the bytes that were in it.
         room_bytes: of the tier below, in all; 0: there is none, or it ends where its file system does.
-        ahead: what is still to come, asked for with the text.
+        ahead: estimates the rest of the step; called when the text is read.
         binary: sizes in powers of two, as the user wrote the budget.
         states_stay: parameters, gradients and optimizer state cannot leave; with False everything can.
         compiled: the compiled model in whose graph it happened, by its name; empty: in none.
         hidden_bytes: of the device's memory that no tensor has: libraries' workspaces. They are held beside all that is named.
-        op: what found no room.
-        exports: what others have the addresses of.
+        op: the op that found no room.
+        exports: tensors whose addresses others have.
         trains: gradients are recorded or made there.
     """
 
@@ -399,13 +399,13 @@ def budget_error(
 
     def rest() -> tuple[int, str]:
         coming = ahead()
-        # Over what is there already nothing has run yet: the op that needs most is known where a forward has begun.
+        # No op has run yet if the budget opens over resident memory: the op that needs most is known where a forward has begun.
         known = bool(coming.call) or (trains and (coming.known or (held.step_bytes > 0 and not there_bytes)))
-        # What a step exports or keeps it has let go of by the next, and without an optimizer there need be none.
+        # The exports and kept tensors of a step are free by the next one; without an optimizer there may be no next one.
         trained = trains and known and held.step_bytes > 0
         kept = held.kinds.get("other tensors", 0) + held.kinds.get("saved for backward", 0)
         kept = max(0, kept - op.read_bytes - exports.nbytes) if states_stay and not trained else 0
-        if states_stay or tight or short:  # what a tier would take that has no room for the states, is not counted on
+        if states_stay or tight or short:  # a tier without room for the states is not counted on
             step = _where_states_stay(held, max(floor_bytes, there_bytes), coming)
         else:
             step = int(SPARE * max(floor, coming.op_bytes, held.update_bytes))

@@ -41,7 +41,7 @@ def parse_size(
     Args:
         value: one of the forms of `_accepted`. Units are bytes, in upper or lower case.
         whole: the bytes that a percentage refers to; None where percentages make no sense.
-        what: the name of the setting, for the error.
+        `what`: the name of the setting, for the error.
         more: other forms that the caller accepts, for the error.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Takes stock: what torch holds on the device before the allocator is in place, and who holds what (design §4)."""
+"""Takes stock: torch's memory on the device before the allocator is in place, and its holders (design §4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Inventory(Protocol):
-    """What is asked of the native half."""
+    """The functions of the native half that this module uses."""
 
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
 
@@ -87,7 +87,7 @@ def live_nodes(known: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def raw_saved(node: Any) -> list[tuple[str, list[Any]]]:
-    """(attribute, saved variables) of a node, without unpacking anything; what was released is left out."""
+    """(attribute, saved variables) of a node, without unpacking anything; released ones are left out."""
     found = []
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
@@ -101,15 +101,15 @@ def raw_saved(node: Any) -> list[tuple[str, list[Any]]]:
 
 
 def saved_without_hooks(known: Iterable[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    """What the graphs of these tensors hold on the device, most of which Python does not see otherwise.
+    """The tensors on the device that the graphs of these tensors hold; Python does not see most of them otherwise.
 
-    Known limitation: nodes that are written in C++ outside torch do not show what they save.
+    Known limitation: nodes that are written in C++ outside torch do not show the tensors that they save.
     """
     device = torch.device(device)
     found: list[torch.Tensor] = []
     for node in live_nodes(known):
         for _, saved in raw_saved(node):
-            tensors: list[Any] = [getattr(s, "data", None) for s in saved]  # with hooks: what they made of it
+            tensors: list[Any] = [getattr(s, "data", None) for s in saved]  # with hooks: their result
             found += [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)]
     return [t for t in found if t.device == device and t.layout == torch.strided]
 
@@ -134,7 +134,7 @@ class Stock:
             key = storage._cdata
             info = native.storage_info(tensor)
             if key in seen or info is None or info[3]:
-                continue  # what our arena holds is counted there
+                continue  # the memory of our arena is counted there
             seen.add(key)
             size = storage.nbytes()
             if size == 0:
@@ -145,7 +145,7 @@ class Stock:
             self._finalizers.append(finalizer)
 
     def close(self) -> int:
-        """Stops watching. Returns the bytes of what is still there."""
+        """Stops watching. Returns the bytes that are still there."""
         left = 0
         for finalizer in self._finalizers:
             watched = finalizer.detach()
@@ -157,9 +157,9 @@ class Stock:
 def model_states(
     modules: Iterable[Any] = (), optimizers: Iterable[Any] = ()
 ) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """(kind, who has it, tensor): parameters and buffers of these modules, without their children's, and optimizers' states.
+    """(kind, owner, tensor): parameters and buffers of these modules, without their children's, and optimizers' states.
 
-    Whoever is half made, or changed by another thread meanwhile, has what it had.
+    An owner that is half made, or that another thread changes during the walk, is read as it is then.
     """
     for module in modules:
         for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
@@ -192,7 +192,7 @@ def _loading() -> tuple[type, ...]:
 
 
 def _gathered(native: Inventory) -> list[tuple[torch.Tensor | None, list[torch.Tensor]]]:
-    """Of each parameter of FSDP2: this rank's shard, and what it has gathered and not let go of."""
+    """For each parameter of FSDP2: this rank's shard, and the gathered tensors that are not yet freed."""
     kinds = _gathering()
     if not kinds:
         return []
@@ -214,10 +214,10 @@ def holders(
     top: int = 5,
     rest: Iterable[tuple[int, int]] = (),
 ) -> tuple[dict[str, int], list[tuple[str, int]]]:
-    """Who holds the resident bytes: by kind, and the largest modules by class name.
+    """The holders of the resident bytes: by kind, and the largest modules by class name.
 
     Args:
-        rest: (storage's address, bytes) of all that is there: what Python does not see of it, autograd has saved.
+        rest: (storage's address, bytes) of all that is there: autograd has saved those that Python does not see.
 
     Returns:
         ({kind: bytes}, [(module class, bytes)] largest first). Kinds: parameters, gradients, optimizer state, buffers,
@@ -243,7 +243,7 @@ def holders(
     everything = native.objects_of((torch.nn.Module,))
     for shard, gathered in _gathered(
         native
-    ):  # what is gathered is the modules' parameters meanwhile, and the shards are not
+    ):  # until they are resharded, gathered tensors are the modules' parameters, and the shards are not
         take(shard, "parameters")
         for tensor in gathered:
             take(tensor, "gathered parameters")
@@ -274,7 +274,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 _LBFGS_BESIDE = 3  # direction, gradient and the last one, besides its history
 
-# What a parameter's state takes in units of the parameter, for optimizers that have not made it yet.
+# The bytes of a parameter's state in units of the parameter, for optimizers that have not made it yet.
 _MOMENTS = {
     "Adam": 2,
     "AdamW": 2,
@@ -292,7 +292,7 @@ _MOMENTS = {
 def missing_states(native: Inventory, device: torch.device | str, *, gradients: bool = True) -> int:
     """Bytes of gradients, unless they are left out, and of optimizer state that the first complete step will add.
 
-    An optimizer that has made the state of some parameters shows what the others will take. Known limitation: one of
+    An optimizer that has made the state of some parameters shows how much the others will take. Known limitation: one of
     another library that has made none yet is taken to need none.
     """
     missing = 0
@@ -315,7 +315,7 @@ def missing_states(native: Inventory, device: torch.device | str, *, gradients: 
             units += 1
         seen = [there / nbytes for nbytes, there in made if nbytes and there]
         if seen and (len(seen) > 1 or units == 0):
-            units = max(seen)  # what some have shows what all will have; the last one may be half made
+            units = max(seen)  # the state of some is the measure for all; the last one may be half made
         if isinstance(thing, torch.optim.LBFGS):  # its first parameter has the states of all, until its history is full
             tensors = 2 * thing.param_groups[0]["history_size"] + _LBFGS_BESIDE
             missing += max(0, tensors * sum(nbytes for nbytes, _ in made) - sum(there for _, there in made))
@@ -340,13 +340,13 @@ _ONE_TENSORS, _LIST_TENSORS = 3, 5
 
 
 def step_bytes(native: Inventory, device: torch.device | str) -> int:
-    """What an optimizer takes besides its state while it steps: two tensors of its largest parameter's size, or, where it works
-    on lists of tensors (on accelerators, as torch's do unless told otherwise), one of each."""
+    """Bytes that an optimizer takes besides its state while it steps: two tensors of its largest parameter's size, or, where it
+    works on lists of tensors (on accelerators, as torch's do unless told otherwise), one of each."""
     return _steps(native, device)[0]
 
 
 def update_bytes(native: Inventory, device: torch.device | str) -> int:
-    """What an optimizer's largest op takes, the states that it works on included: parameter, gradient, moments."""
+    """Bytes of an optimizer's largest op, the states that it works on included: parameter, gradient, moments."""
     return _steps(native, device)[1]
 
 

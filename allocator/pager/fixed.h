@@ -2,7 +2,7 @@
 // share. It cannot leave, since others have its address. It counts against the budget from the
 // first op that touches it until its storage ends.
 //
-// Known limitation: that a storage has ended is found at the next look, which everybody who needs room takes.
+// Known limitation: that a storage has ended is found at the next look, which each request for room takes.
 #pragma once
 
 #include <c10/core/StorageImpl.h>

@@ -90,7 +90,7 @@ void begin_failure(uint64_t bytes) { tl_failed = {"", 0, 0, bytes}; }
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
   tl_failed.name = op.operator_name().name;
-  // A list op runs in slices, and what is not torch's may do anything.
+  // A list op runs in slices, and an op that is not torch's may do anything.
   if (!info->torchs || info->list_op || stack.size() < n) return;
   const c10::IValue* args = stack.data() + stack.size() - n;
   std::vector<StoragePtr> read;
@@ -116,7 +116,7 @@ void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::j
   const Made made = info->seeded ? Made{} : bytes_made(op, info, args, n);
   tl_failed.read_bytes = all;
   tl_failed.result_bytes = std::max(tl_failed.result_bytes, made.bytes ? made.largest : largest);
-  if (read.empty() && !unmanaged) return;  // what it makes is what it has asked for
+  if (read.empty() && !unmanaged) return;  // its results are its only need, and it has asked for them
   const uint64_t beside = bytes_beside_what_stays(read.size(), [&](size_t i) { return cell_of(read[i].get()); });
   tl_failed.need_bytes = bytes_that_stay() + beside + gaps + unmanaged + made.bytes;
   note_floor(tl_failed.need_bytes);

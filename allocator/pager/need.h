@@ -1,4 +1,4 @@
-// What an op that found no room would have needed: all that it reads and makes, in memory at once.
+// The memory that an op that found no room would have needed: all that it reads and makes, in memory at once.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -9,7 +9,7 @@
 
 namespace memmgr::pager {
 
-// It is part of the floor from here on. `stack` ends with the op's arguments, or with what is left of them.
+// Makes the op's need part of the floor. `stack` ends with the op's arguments, or with the rest of them.
 // Known limitations: an op whose results depend on values (a mask as index) counts with its arguments alone, and so
 // does one that draws.
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack);
@@ -17,7 +17,7 @@ void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::j
 // The op of this thread that found no room.
 struct FailedOp {
   std::string name;           // empty: the request came from no op
-  uint64_t need_bytes = 0;    // all that it reads and makes, and what stays; 0: not known
+  uint64_t need_bytes = 0;    // all that it reads and makes, and the bytes that stay; 0: not known
   uint64_t read_bytes = 0;    // its arguments
   uint64_t result_bytes = 0;  // its largest result, or request; the largest tensor that it reads, where none is known
 };

@@ -42,7 +42,7 @@ TurnOrder& turn_order() {
   return *o;
 }
 
-// In the room of what is touched after `until` places. Nobody waits for a write.
+// Evicts cells that are touched after `until` places. It does not wait for a write.
 bool make_room_behind(uint64_t bytes, uint32_t until) {
   uint64_t released = 0;
   for (uint32_t back = 0; released < bytes; ++back) {

@@ -19,7 +19,7 @@ void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells);
 void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& cells);
 void forget_order_locked();
 void forget_in_order_locked(const Cell* c);
-// The program goes through a turn, or what it does may be one; false: nothing is foretold.
+// The program goes through a turn, or may do so; false: nothing is foretold.
 void use_order_locked(bool on);
 // An op touches a cell that has a place (Cell::in_turn).
 void touch_in_order_locked(Cell* c);
@@ -30,7 +30,7 @@ uint64_t ticks_until_touch_locked(const Cell* c);
 bool order_has_moved_locked();
 void order_was_used_locked();
 
-// Nothing is pinned: what is touched next and away begins to come back.
+// Starts to read absent cells that are touched next. Nothing is pinned.
 void read_in_order();
 
 }  // namespace memmgr::pager

@@ -1,4 +1,4 @@
-"""What a BudgetError of the pager says: torch's own words, who holds what, the floor."""
+"""Collects the text of the pager's BudgetError: torch's own words, the holders of the memory, the floor."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from .passes import Passes
 from .rehearsal import Rehearsal, in_step, module_call, transformed
 
 LOSS = 1.78
-"""What an op of backward takes over the largest of the forward: it holds three tensors where that held two, and a convolution
-takes more for itself. Found, as the next, with the models of tests/budget."""
+"""The memory of an op of backward over that of the largest of the forward: it holds three tensors where that held two, and a
+convolution takes more for itself. Found, as the next, with the models of tests/budget."""
 
 GROWS = 1.27
-"""What an op of backward takes at most, over the one that found no room."""
+"""The most memory of an op of backward, over the one that found no room."""
 
 HIDDEN_BYTES = 8 << 20
-"""Less than that is what an op that has failed has taken so far."""
+"""Fewer hidden bytes are taken for those of the op that has failed, and are not reported."""
 
 AGAIN = 1.2
-"""Without a tier: what is made again beside an op, and gradients that wait for others, over the rest."""
+"""Without a tier: the factor for tensors recomputed beside an op, and for gradients that wait for others."""
 
 
 HAS_ADDRESSES = {
@@ -54,7 +54,7 @@ HAS_ADDRESSES = {
 
 
 class Asked(Protocol):
-    """What the budget was asked for."""
+    """The settings of the budget."""
 
     @property
     def limit_bytes(self) -> int: ...
@@ -65,7 +65,7 @@ class Asked(Protocol):
 
 
 class Native(Inventory, Protocol):
-    """What is used of the pager."""
+    """The functions of the pager that this module uses."""
 
     def stats(self) -> dict[str, int]: ...
     def note_refused(self) -> None: ...
@@ -99,7 +99,7 @@ class Explainer:
         self._detail = detail
         self._compiled = compiled
         self._patches = Patches()
-        # What the allocator said, and the error: of all threads.
+        # Pairs of the allocator's text and the error, of all threads.
         self._spent: deque[tuple[str, BudgetError]] = deque(maxlen=16)
 
     def begin(self) -> None:
@@ -115,7 +115,7 @@ class Explainer:
         return None if self._compiled() else self.spent(text)
 
     def spent(self, text: str) -> BudgetError:
-        """This thread found no room; `text` is what the allocator said."""
+        """This thread found no room; `text` is the allocator's."""
         self._native.note_refused()
         census = Census(self._native)
         held = self._holdings(census)
@@ -134,7 +134,7 @@ class Explainer:
         return error
 
     def meant_by(self, error: RuntimeError) -> BudgetError | None:
-        """What torch's error should have been: that of `spent` which it quotes, or one for what C++ found no room for."""
+        """The error to raise for torch's: the one of `spent` that it quotes, or a new one if C++ found no room."""
         text = str(error)
         for said, told in reversed(tuple(self._spent)):
             if said in text or told.headline in text:
@@ -142,7 +142,7 @@ class Explainer:
         return self.spent(text) if isinstance(error, torch.OutOfMemoryError) and SPENT in text else None
 
     def too_big(self, there_bytes: int) -> BudgetError:
-        """What is there when the budget opens does not fit, and cannot leave."""
+        """The error for resident memory that does not fit when the budget opens, and cannot leave."""
         census = Census(self._native)
         words = out_of_memory_words(self._asked.device)
         return self._error(words, self._holdings(census), census, there_bytes=there_bytes)
@@ -192,20 +192,20 @@ class Explainer:
         return Exports(count, now["exported_bytes"], by, left) if by else Exports()
 
     def _hidden_bytes(self, held: Holdings) -> int:
-        """What a device's allocator has given to others than tensors: cuBLAS takes 32 MiB and more for each stream."""
+        """Bytes of the device's allocator that no tensor has: cuBLAS takes 32 MiB and more for each stream."""
         if self._asked.device.type == "cpu":
             return 0
         hidden = self._native.resident() - sum(held.kinds.values())
         return hidden if hidden > HIDDEN_BYTES else 0
 
     def _ahead(self, held: Holdings, now: dict[str, int], census: Census, *, below: bool) -> Callable[[], Ahead]:
-        """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last.
+        """Estimates the rest by where this thread is: a forward is rehearsed, a backward follows its forward, an update is last.
 
         Args:
             below: there is a tier below, so that model states are no part of the floors so far.
 
         Returns:
-            What says it: a rehearsal takes its time.
+            A function that returns the estimate; separate, since a rehearsal takes time.
         """
         passes, states = self._passes, held.states_bytes + held.missing_bytes
         moved = held.states_bytes if below else 0

@@ -1,6 +1,6 @@
 """Finds the turns left in the loop that an error interrupts.
 
-Python shows what a comprehension (up to 3.11) and a generator expression go over; of a `for` loop, what a DataLoader has left.
+Python shows the iterator of a comprehension (up to 3.11) and of a generator expression; in a `for` loop, only a DataLoader's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Loop:
     Attributes:
         left: turns to come, without this one.
         done: turns before this one; None: not known.
-        gathers: it makes a list of what its turns return.
+        gathers: it makes a list of the results of its turns.
     """
 
     left: int

@@ -98,8 +98,8 @@ class Rehearsal:
             self._given = None
 
     def found(self) -> Rehearsed | None:
-        """None: it cannot be said. What cannot be copied, looks at values, reads tensors that are no part of the module and its
-        arguments, is compiled, has C++ of its own, takes long, or may talk to other ranks cannot be rehearsed."""
+        """The figures; None: not known. A module cannot be rehearsed if it cannot be copied, looks at values, reads tensors that
+        are no part of it and its arguments, is compiled, has C++ of its own, takes long, or may talk to other ranks."""
         module = self._module()
         if not self._over and module is not None:
             self._over, self._found = True, self._rehearse(module)
@@ -173,7 +173,7 @@ def _like(tensor: torch.Tensor) -> _Like:
 
 
 def _shape_of(shapes: dict[int, _Like], leaf: Any) -> Any:
-    """One object for each tensor; what has no such shape stays what it is, and ends the rehearsal."""
+    """One object for each tensor; a leaf without such a shape is returned as it is, and ends the rehearsal."""
     if isinstance(leaf, torch.Tensor):
         with contextlib.suppress(TypeError):
             leaf = shapes.setdefault(id(leaf), _like(leaf))
@@ -181,7 +181,7 @@ def _shape_of(shapes: dict[int, _Like], leaf: Any) -> Any:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Of the calling thread, the innermost first."""
+    """The frames of the calling thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -189,7 +189,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def transformed() -> bool:
-    """Is the calling thread in a transform of torch.func? What a module is called with there are parts of larger tensors.
+    """Is the calling thread in a transform of torch.func? A module's arguments there are parts of larger tensors.
 
     The frames tell: a transform is off torch's stack of them while an op of it runs.
     """
@@ -242,7 +242,7 @@ def _run(module: torch.nn.Module, given: Any, grad: bool, late: threading.Event)
     mode = Fakes(allow_non_fake_inputs=True)
     memo: dict[
         int, Any
-    ] = {}  # made anew: torch's own conversion keeps weak references to a tensor, and who has some cannot be swapped
+    ] = {}  # made anew: torch's own conversion keeps weak references to a tensor, and one that has some cannot be swapped
     for tensor in _tensors_of(module):
         if id(tensor) not in memo:
             memo[id(tensor)] = _like(tensor).make(mode)

@@ -41,7 +41,7 @@ def io_counters() -> dict[str, int]:
 
 
 def digest(training: models.Training, losses: list[str]) -> str:
-    """Of everything that training leaves behind."""
+    """The digest of all tensors that training has changed."""
     sha = hashlib.sha256()
     for tensor in [*training.model.parameters(), *training.model.buffers()]:
         sha.update(tensor.detach().contiguous().numpy().tobytes())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def in_backward(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """x -> its copy; backward gives `act` the gradient, and hands on what that returns."""
+    """x -> its copy; backward gives `act` the gradient, and passes on its result."""
 
     class Identity(torch.autograd.Function):
         @staticmethod

@@ -171,7 +171,7 @@ class LSTMLoop(nn.Module):
 
 
 def lstm(width: int = 128, time: int = 48, batch: int = 64) -> Training:
-    """The loop that holds a share of what it saves."""
+    """The loop that holds a share of its saved tensors."""
     model = LSTMLoop(width)
     x, y = torch.randn(time, batch, width), torch.randint(16, (time * batch,))
     return Training(model, lambda: F.cross_entropy(model(x).flatten(0, 1), y))

@@ -20,12 +20,12 @@ SAMPLE_SECONDS = 0.003
 
 @dataclass
 class Seen:
-    """What a child did.
+    """The figures of a child process.
 
     Attributes:
         rss_bytes: its resident set, code left out, over that at "start", at the highest sample between "start" and "end".
         samples: how many were taken, and `gap_seconds` the longest time between two.
-        result: what the child said about itself: stats, losses, the digest of the parameters, the error that it met.
+        result: the child's own report: stats, losses, the digest of the parameters, the error that it met.
         text: its standard error.
     """
 

@@ -1,4 +1,4 @@
-"""What a user calls and sees, apart from sizes and errors: the figures, the one line at the end, the environment."""
+"""The interface for users, apart from sizes and errors: the figures, the one line at the end, the environment."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_budget_that_cannot_be_opened(more: str, code: int) -> None:
 
 
 def test_memory_of_others_is_counted_once_there_is_room_for_it() -> None:
-    """A storage that no op has made, as `dcp.async_save` makes them, while another thread takes whatever becomes free."""
+    """A storage that no op has made, as `dcp.async_save` makes them, while another thread takes all memory that becomes free."""
     size, stop = 1 << 16, threading.Event()
 
     def allocate() -> None:
@@ -381,7 +381,7 @@ def test_garbage_does_not_count_and_a_whole_collection_is_rare() -> None:
 
 
 def test_a_budget_that_is_opened_again_looks_once_through_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some process there are half a million. Where the model is new to it, it looks again at its end."""
+    """Some processes have half a million objects. Where the model is new to it, it looks again at its end."""
     native = pager.load()
     looks: list[tuple[type, ...]] = []
     objects_of = native.objects_of

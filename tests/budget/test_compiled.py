@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import memmgr
 
-# What inductor imports: torch's own.
+# The warning comes from torch's own modules, which inductor imports.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
@@ -108,7 +108,7 @@ def test_a_graph_with_sizes_that_are_symbols() -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "offload"])
 def test_a_step_that_is_compiled_as_a_whole(policy: str, beyond: Callable[[str], int]) -> None:
-    """What we do at the end of its backward is in a frame that Dynamo compiles, too, and it changed the graph of the update."""
+    """The hook at the end of its backward is in a frame that Dynamo compiles, too, and it changed the graph of the update."""
 
     def train() -> tuple[list[torch.Tensor], dict[str, int]]:
         torch._dynamo.reset()

@@ -21,7 +21,7 @@ LIMIT = "12MB"
 def nothing_is_left_open() -> Iterator[None]:
     yield
     with memmgr.budget(None, device="cpu", quiet=True):
-        pass  # whatever a test has left open between calls gives way
+        pass  # a budget that a test has left open between calls gives way
     assert current() is None
 
 

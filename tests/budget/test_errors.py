@@ -1,4 +1,4 @@
-"""When nothing more can be let go: what is raised, when, and what it says."""
+"""The error when nothing more can leave: its type, its time and its text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def check_error(error: memmgr.BudgetError, limit: int) -> None:
-    """What holds for each of them."""
+    """Checks the properties that all of them have."""
     assert isinstance(error, torch.OutOfMemoryError)
     assert isinstance(error, RuntimeError)
     text = str(error)
@@ -165,7 +165,7 @@ def test_without_grad_mode_too() -> None:
 
 
 def test_held_tensors_are_named() -> None:
-    """What the program keeps in a list and nobody can make again cannot leave, and the error says that it is there."""
+    """Tensors in a list of the program that have no recipe cannot leave, and the error names them."""
     kept = []
     with (
         pytest.raises(memmgr.BudgetError) as caught,
@@ -191,7 +191,7 @@ def test_a_device_that_cannot_be_managed_is_refused(device: Any) -> None:
 
 
 def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
-    """The optimizer ran out of memory in the middle of making them; the error says what all of them will take."""
+    """The optimizer ran out of memory in the middle of making them; the error says how much all of them will take."""
     from memmgr._stock import missing_states
 
     native = pager.load()
@@ -364,7 +364,7 @@ def _try(limit: int, disk: Any, inside: bool) -> None:
 @pytest.mark.parametrize("inside", [True, False], ids=["in the first forward", "before it"])
 @pytest.mark.parametrize("room", [0, 400_000], ids=["no disk", "a small disk"])
 def test_over_what_is_there_already_one_budget_is_named_that_works(room: int, inside: bool, tmp_path: Path) -> None:
-    """What is still to come counts: the states of an optimizer, and, where a forward has begun, the largest op."""
+    """The named budget includes the optimizer's states to come and, where a forward has begun, the largest op."""
     disk: Any = (tmp_path, room) if room else False
     limit, said = 300_000, []
     while len(said) < 4:
@@ -377,7 +377,7 @@ def test_over_what_is_there_already_one_budget_is_named_that_works(room: int, in
             said.append("whole" if "should do for a whole step" in str(error) else "at least")
             assert (said[-1] == "at least") == (f"A budget of at least {show_size(limit)} (" in str(error)), error
         gc.collect()
-    unknown = not inside and not room  # with the disk, the budget opens over what is left, and a forward begins
+    unknown = not inside and not room  # with the disk, the budget opens over the rest, and a forward begins
     assert said == (["at least", "whole"] if unknown else ["whole"]), (said, limit)
 
 
@@ -485,7 +485,7 @@ QUOTED: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", QUOTED)
 def test_what_torch_quotes_in_an_error_of_its_own_is_ours_too(name: str) -> None:
-    """TorchScript, futures and C++ beside ops have errors of their own; what they keep alive ends with them."""
+    """TorchScript, futures and C++ beside ops have errors of their own; the tensors that they keep alive end with them."""
     with memmgr.budget(9 * MB, quiet=True) as mm:
         x = torch.ones(300_000)
         with pytest.raises(memmgr.BudgetError) as caught:
@@ -493,7 +493,7 @@ def test_what_torch_quotes_in_an_error_of_its_own_is_ours_too(name: str) -> None
         check_error(caught.value, 9 * MB)
         there = weakref.ref(x)
         del x, caught
-        deadline = time.monotonic() + 10  # torch's pool lets go of what it has run when it comes to it
+        deadline = time.monotonic() + 10  # torch's pool frees a finished task at some later time
         while there() is not None and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
@@ -545,7 +545,7 @@ with memmgr.budget(9_000_000, quiet=True):
 
 
 def test_what_finds_no_room_outside_of_an_op_does_not_wait_for_itself() -> None:
-    """It runs alone, and who runs alone is counted among those who run."""
+    """The thread runs alone, and such a thread is counted among the running ones."""
     done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=60)
     assert done.stdout == "told\n", done.stderr
 

@@ -1,4 +1,4 @@
-"""`floor_bytes` against the true floor, which `true_floor.py` measures without memmgr; and what recording may keep."""
+"""`floor_bytes` against the true floor, which `true_floor.py` measures without memmgr; and the memory that recording may keep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 2
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The profiler does not see what intra-op threads allocate; and all runs are to be alike."""
+    """The profiler does not see allocations of intra-op threads; and all runs are to be alike."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
@@ -62,8 +62,8 @@ def truth(name: str) -> Truth:
 
 
 def managed(name: str, limit: int | None, **options: Any) -> dict[str, Any]:
-    """The run under a budget; same losses as without. Limit and figures are beyond what other tests left there."""
-    want = truth(name)  # measured before, so that what it leaves is there already
+    """The run under a budget; same losses as without. Limit and figures do not include bytes that other tests left there."""
+    want = truth(name)  # measured before, so that the bytes it leaves are there already
     there = bytes_already_there()
     try:
         with memmgr.budget(None if limit is None else limit + there, quiet=True, **options) as mm:
@@ -97,7 +97,7 @@ def test_the_ideal_manager_by_hand() -> None:
     # Unmanaged: x, all ys, the gradient that comes and the one that is made, cos(y).
     assert live_curve(chain).peak_bytes == pytest.approx(size * (1 + depth + 3), rel=0.1)
     # At best: x and the last y (which the program holds), the gradient that the caller passed, the running node's
-    # saved input, what comes in and goes out of it and its cosine.
+    # saved input, its incoming and outgoing gradient and its cosine.
     assert size * 5 <= true_floor(chain) <= size * 7
 
 
@@ -156,7 +156,7 @@ def test_a_tenth_over_the_floor_works(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tenth_over_the_floor_works_whatever_is_dropped(seed: int) -> None:
-    """What is made again takes room, too. Here the disk seems to be free at times and hopeless at others, so that any
+    """A recomputed tensor takes room, too. Here the disk seems to be free at times and hopeless at others, so that any
     tensor may have to be made again beside any other, as happens on a machine that is busy."""
     seems = random.Random(seed)
 
@@ -283,7 +283,7 @@ def test_recording_keeps_nothing_alive(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["roots in a loop", "carried state", "views of a batch"])
 def test_what_recording_keeps_never_costs_the_run(name: str) -> None:
-    """Roots that only recipes hold are the first to go: what fits without memmgr fits with it, and without a tier."""
+    """Roots that only recipes hold are evicted first: a run that fits without memmgr fits with it, and without a tier."""
     torch.manual_seed(0)
     want = live_curve(LOOPS[name]).peak_bytes
     limit = int(1.05 * want) + 100_000 + bytes_already_there()
@@ -319,7 +319,7 @@ def dropouts() -> list[float]:
 
 @pytest.mark.parametrize("share", [1.02, 1.1])
 def test_near_the_floor_dropout_is_not_made_again_where_that_needs_more_room_than_there_is(share: float) -> None:
-    """Made again, a layer's dropout needs mask and input beside what backward holds: more than any step holds otherwise."""
+    """Made again, a layer's dropout needs mask and input beside the tensors of backward: more than any step holds otherwise."""
     want = dropouts()
     gc.collect()
     there = bytes_already_there()
@@ -344,6 +344,6 @@ def test_near_the_floor_a_full_disk_tier_is_no_reason_to_make_an_input_again_and
     floor = free.stats()["floor_bytes"] - there
     limit = bytes_already_there() + int(1.5 * floor)
     with memmgr.budget(limit, disk=(tmp_path, "300kB"), quiet=True, _plan=False) as tight:
-        pager.load().set_link(1.0)  # seconds a byte: what can be dropped is
+        pager.load().set_link(1.0)  # seconds a byte: each cell that can be dropped is
         assert dropouts() == want
     assert tight.stats()["tier_errors"] > 0, "the tier was not full"

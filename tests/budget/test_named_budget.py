@@ -86,7 +86,7 @@ def heavy() -> models.Training:
 
 
 def recurrent() -> models.Training:
-    """Most of what it needs is a kernel's workspace, which tensors without bytes do not show."""
+    """Most of its memory is a kernel's workspace, which tensors without bytes do not show."""
     torch.manual_seed(0)
     model, x = nn.LSTM(64, 128, 2, batch_first=True), torch.randn(32, 40, 64)
     return models.Training(model, lambda: model(x)[0].square().mean())
@@ -143,7 +143,7 @@ def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> i
 )
 @pytest.mark.parametrize("model", TRAININGS)
 def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: float) -> None:
-    """Whatever the run was at: the first error is the last."""
+    """The first error is the last, at any point of the run."""
     make, there = TRAININGS[model], bytes_already_there()
     floor = _floor(make, there)
     gc.collect()
@@ -155,7 +155,7 @@ def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: 
 @pytest.mark.parametrize("share", [0.6, 0.95])
 @pytest.mark.parametrize("model", ["mlp", "convnet", "gpt", "vocabulary", "heavy", "recurrent"])
 def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
-    """Then model states and what cannot be made again stay, and the floor does not say what is made again beside an op."""
+    """Model states and tensors without a recipe stay then, and the floor leaves out tensors that are recomputed beside an op."""
     make, there = {**TRAININGS, "recurrent": recurrent}[model], bytes_already_there()
     floor = _floor(make, there, disk=False)
     gc.collect()
@@ -167,7 +167,7 @@ def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
 
 @pytest.fixture
 def no_file_grows() -> Iterator[None]:
-    """A disk that takes nothing, whatever its file system says."""
+    """A disk that takes nothing, although its file system reports room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # Python ignores the signal
     yield
@@ -194,7 +194,7 @@ for _ in "12":
 
 @pytest.mark.parametrize("model", ["mlp", "convnet"])
 def test_the_first_run_of_a_process_shows_no_higher_floor_than_the_next(model: str) -> None:
-    """Nothing has been tried there, and what is tried later can be made again: it does not stay (a floor of 2.4 times)."""
+    """No op has been tried there. Results of ops tried later can be recomputed: they do not stay (a floor of 2.4 times)."""
     done = forkserver.run([sys.executable, "-c", FIRST, model], capture_output=True, text=True, cwd=TESTS)
     assert done.returncode == 0, done.stderr[-3000:]
     first, then = map(int, done.stdout.split())
@@ -517,7 +517,7 @@ def _lbfgs() -> None:
         optimizer.step(loss)
 
 
-# What it is run with first, in MB, and what runs; where it needs a name of its own, what the text says besides.
+# The first budget in MB, the program, and a part of the error's text.
 PROGRAMS: dict[str, tuple[float, Callable[[], Any], str]] = {
     "stack and einsum": (5, _stacked, "This op (aten::stack) needs 12.6 MB"),
     "index": (7, lambda: _index(lambda x: torch.randint(len(x), (len(x),))), "This op (aten::randint"),
@@ -570,7 +570,7 @@ def test_call_of_a_module_without_gradients_is_named_as_such() -> None:
 
 
 def _exports_in_a_generator(model: nn.Module) -> list[Any]:
-    return list(model(torch.randn(2048, 64)).numpy() for _ in range(24))  # noqa: C400  what it goes over is known
+    return list(model(torch.randn(2048, 64)).numpy() for _ in range(24))  # noqa: C400  its iterator is known
 
 
 def _exports_of_a_loader(model: nn.Module) -> list[Any]:

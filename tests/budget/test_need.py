@@ -1,4 +1,4 @@
-"""A budget as a share of what the run needs, and `auto`: measured first, then set."""
+"""A budget as a share of the run's need, and `auto`: measured first, then set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memmgr.runtime import planner_process, sizing
 
 
 class Run:
-    """A small training that counts what had left memory when each of its steps ended."""
+    """A small training that counts the cells that had left memory when each of its steps ended."""
 
     def __init__(self, every: int = 1, backwards: int = 1) -> None:
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ def _alone() -> Iterator[None]:
 
 
 def bits(training: Training) -> list[bytes]:
-    """What training leaves behind."""
+    """The bits of all tensors that training has changed."""
     tensors = [*training.model.parameters(), *training.model.buffers(), torch.get_rng_state()]
     for state in training.optimizer.state_dict()["state"].values():
         for name in ("exp_avg", "exp_avg_sq"):
@@ -66,7 +66,7 @@ def need(name: str) -> int:
 
 
 def at(name: str, share: float, steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    """Trains under a share of what is needed; the same bits, inside the budget."""
+    """Trains under a share of its need; the same bits, inside the budget."""
     want(name, steps)
     limit = int(need(name) * share)
     gc.collect()
@@ -86,7 +86,7 @@ def test_offload_alone(name: str) -> None:
     stats = at(name, 0.5, policy="offload")
     assert stats["recomputes"] == 0 and stats["evictions"] == 0
     assert stats["offloads"] > 0 and stats["reloads"] > 0
-    # What came back is no more than what went, but for what was never asked for again.
+    # No more bytes are reloaded than offloaded, unless clean copies were dropped.
     assert stats["reload_bytes"] <= stats["offload_bytes"] * 1.01 or stats["clean_drops"] > 0
 
 
@@ -115,7 +115,7 @@ def test_more_saved_means_more_moved() -> None:
     assert most["evicted_bytes"] < half["evicted_bytes"]
 
 
-# ---- the system's count of what was written ------------------------------------------------------------------------------
+# ---- the system's count of written bytes ---------------------------------------------------------------------------------
 
 SIZES: dict[str, dict[str, int]] = {
     "gpt": {"layers": 4, "width": 192, "context": 128, "batch": 12},
@@ -156,15 +156,15 @@ def test_evict_alone_writes_nothing() -> None:
 
 
 def offloaded_share(stats: dict[str, Any]) -> float:
-    """Of the bytes that left, the share that was offloaded."""
+    """The share of the bytes that left that was offloaded."""
     return float(stats["offload_bytes"] / max(1, stats["offload_bytes"] + stats["evicted_bytes"]))
 
 
-@pytest.mark.usefixtures("large_only")  # what a link takes for a small cell is its latency, which no throttle changes
+@pytest.mark.usefixtures("large_only")  # the time of a link for a small cell is its latency, which no throttle changes
 @pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "convnet"])  # half a minute
 def test_auto_chooses_by_the_link(name: str) -> None:
-    # What an op and the disk take is measured, and another process can make any one measurement wrong: medians of runs in
-    # turn, and another three of each where they were all made beside somebody who wrote to the same disk.
+    # The times of ops and of the disk are measured, and another process can make any one measurement wrong: medians of runs
+    # in turn, and another three of each where they were all made while another process wrote to the same disk.
     seen: dict[int, list[float]] = {50_000_000: [], 2_000_000_000: []}
     for _ in range(3):
         for _ in range(3):
@@ -202,7 +202,7 @@ def wide_training(manage: bool, steps: int = 4) -> tuple[int, list[float], list[
     native = memmgr._budget.current().native  # type: ignore[union-attr]
     parameters = sum(p.numel() for p in model.parameters())
     deadline = time.monotonic() + (15.0 if manage else 0.0)
-    # What is written is dropped as soon as it is written, not before.
+    # A cell is dropped as soon as its write has ended, not before.
     while native.resident() > 4.1 * parameters and time.monotonic() < deadline:
         time.sleep(0.02)
     return native.resident(), losses, bits(training), parameters
@@ -264,7 +264,7 @@ def survives(name: str, share: float, **options: Any) -> tuple[dict[str, Any], R
     torch.manual_seed(0)
     training = MODELS[name]()
     losses: list[float] = []
-    error: RuntimeError | OSError | None = None  # over the pager what an op could not read is torch's error
+    error: RuntimeError | OSError | None = None  # over the pager a failed read of an op is torch's error
     with memmgr.budget(limit, quiet=True, **options) as mm:
         if inject:
             memmgr._budget.current().native.tier_inject(*inject)  # type: ignore[union-attr]
@@ -294,7 +294,7 @@ def test_a_full_disk_is_met_by_eviction(tmp_path: Path) -> None:
 
 
 def test_what_a_budget_could_not_bring_back_is_no_fault_of_the_next() -> None:
-    """Whoever reads it is told so, for as long as it is held."""
+    """Each read of the lost tensor raises, as long as the tensor is held."""
     lost = torch.arange(50_000.0)
     with (
         pytest.raises(RuntimeError, match="reading 200000 bytes back"),
@@ -326,8 +326,8 @@ def test_writes_that_fail(name: str, after: int, code: int) -> None:
     stats, error = survives(name, 0.5, policy="auto", inject=(code, after, 0, 0))
     assert error is None, f"auto could have evicted: {error}"
     if not stats["tier_errors"]:
-        # Of a write ahead of need that was taken back, because the tensor was written to or ended, nobody hears; a disk that is
-        # full is asked again once clean copies have been given up.
+        # A failed write ahead of need is not reported if it was taken back, because the tensor was written to or ended. A disk
+        # that is full is asked again once clean copies have been given up.
         mended = code == errno.ENOSPC and stats["reloads"] > 0
         assert stats["offloads"] <= after or stats["write_backs"] > 0 or mended, "the injected error went unnoticed"
 
@@ -358,7 +358,7 @@ def test_writes_that_fail_with_nothing_else() -> None:
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("policy", ["auto", "offload"])
 def test_reads_that_fail(policy: str, after: int) -> None:
-    """What has a recipe is made again; otherwise the error says what happened. Never a wrong gradient."""
+    """A tensor with a recipe is recomputed; otherwise the error names the cause. Never a wrong gradient."""
     stats, error = survives("gpt", 0.5, policy=policy, inject=(0, 0, errno.EIO, after))
     if error is not None:
         assert "disk tier" in str(error) and "nput/output error" in str(error), f"not clear: {error}"

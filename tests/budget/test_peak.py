@@ -10,7 +10,7 @@ import pytest
 from .outside import Seen, watch
 
 ROOM_BYTES = 64_000_000
-"""What a process may take over its budget: Python objects, mkldnn's scratch, thread stacks, the recorder's own."""
+"""Bytes that a process may take over its budget: Python objects, mkldnn's scratch, thread stacks, the recorder's own."""
 
 SIZES: dict[str, dict[str, int]] = {
     "gpt": {"layers": 3, "width": 256, "context": 256, "batch": 7},
@@ -25,7 +25,7 @@ def spec(model: str, how: str, **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def need(model: str) -> int:
-    """What the run needs unmanaged, in bytes that torch's allocator holds."""
+    """The unmanaged run's peak, in bytes that torch's allocator holds."""
     seen = watch(spec(model, "measure", inside=True))
     return int(seen.stats["unmanaged_peak_bytes"])
 
@@ -39,7 +39,7 @@ def plain(model: str) -> Seen:
 
 
 def managed(model: str, share: float, how: str, env: bool = False, **more: Any) -> tuple[Seen, int]:
-    """The run under a budget, held against what must be true of every such run."""
+    """The run under a budget, checked for the properties of every such run."""
     budget = int(need(model) * share)
     # If the script fits into the budget by itself, that the managed one does too proves nothing.
     assert plain(model).rss_bytes >= 1.3 * budget, (
@@ -50,7 +50,7 @@ def managed(model: str, share: float, how: str, env: bool = False, **more: Any) 
     assert seen.stats["budget_bytes"] == budget
     peak = seen.stats["resident_bytes.peak"]
     assert 0 < peak <= budget, f"memmgr says {peak:,} bytes of {budget:,}"
-    # What the traceback of an exception holds, the whole graph, comes back when the budget ends (docs/develop/pager.md).
+    # The traceback of an exception holds the whole graph, which is read back when the budget ends (docs/develop/pager.md).
     most = (plain(model).rss_bytes if "fail" in more else budget) + ROOM_BYTES
     assert seen.rss_bytes <= most, f"seen from outside: {seen.rss_bytes:,} bytes over the start, at most {most:,}"
     assert seen.rss_bytes >= 0.5 * budget, "the samples missed the run"

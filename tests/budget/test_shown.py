@@ -1,4 +1,4 @@
-"""What a budget says of itself, at a prompt and in a notebook."""
+"""The text that a budget shows, at a prompt and in a notebook."""
 
 from __future__ import annotations
 

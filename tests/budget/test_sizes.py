@@ -61,7 +61,7 @@ GOOD: list[tuple[Any, int]] = [
     ("100%", 1000),
 ]
 
-# What is given, and a word that the error must contain besides what would be accepted.
+# The value, and a word that the error must contain in addition to the accepted forms.
 BAD: list[tuple[Any, type[Exception], str]] = [
     ("", ValueError, "''"),
     ("GB", ValueError, "'GB'"),

@@ -1,4 +1,4 @@
-"""What other tests left behind: live bytes that a budget counts and that are no part of what is tested."""
+"""The live bytes that other tests left behind: a budget counts them, and they are no part of the test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The true floor of a training run, measured without memmgr. Shares no code with it.
 
-What autograd saved and nothing else holds could be elsewhere; everything else cannot. So the
-floor is the largest sum, over the run, of what is not held by autograd alone plus the working set of the running op or
+A tensor that autograd saved and nothing else holds could be elsewhere; everything else cannot. So the
+floor is the largest sum, over the run, of the bytes not held by autograd alone plus the working set of the running op or
 node (its inputs, outputs and temporaries).
 
 How it is measured: the run is made once with an *ideal manager*. Saved-tensor hooks copy the bytes of every saved
@@ -44,10 +44,10 @@ class Curve:
 
 
 def live_curve(run: Callable[[], object]) -> Curve:
-    """Calls `run` and says what torch's CPU allocator held above what it held before.
+    """Calls `run` and returns the bytes that torch's CPU allocator held above those it held before.
 
     Blocks that are older than the call are counted neither when it begins nor when they are freed, so `run` has to
-    build its model itself. One intra-op thread: the profiler does not see what others allocate.
+    build its model itself. One intra-op thread: the profiler does not see allocations of others.
     """
     gc.collect()
     threads = torch.get_num_threads()
@@ -79,7 +79,7 @@ class _Copy:
         self.refresh(storage)
 
     def refresh(self, storage: torch.UntypedStorage) -> None:
-        """Copies all of it. What was saved of it before is still what it was then: autograd insists on that."""
+        """Copies all of it. The parts that were saved before are unchanged: autograd insists on that."""
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().copy()
 
     def storage(self) -> torch.UntypedStorage:

@@ -82,7 +82,7 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
     Args:
         path: the table.
         folder: where the tier would be.
-        what: FILE.py:FUNCTION, which makes a step.
+        `what`: FILE.py:FUNCTION, which makes a step.
         size: bytes with which the tier is measured.
     """
     if path.suffix != ".json":  # by which memmgr plan knows it

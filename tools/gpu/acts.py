@@ -1,10 +1,10 @@
-"""What users do besides plain training, one act in a process: `python -P acts.py NAME [cuda|cpu] [WORD]`. JSON lines.
+"""Uses of memmgr besides plain training, one act in a process: `python -P acts.py NAME [cuda|cpu] [WORD]`. JSON lines.
 
     graphs     a CUDA graph captured inside a budget under pressure, and its replays
     streams    two streams with record_stream in a budget under pressure
     compiled   torch.compile in a budget, beside the same compiled model without one
     trainer    transformers' Trainer, with nothing but MEMMGR_BUDGET
-    answers    what a script may ask torch.cuda about memory (bench/cuda_probe.py)
+    answers    the questions about memory that a script may ask torch.cuda (bench/cuda_probe.py)
     largest    WORD plain or memmgr: the largest batch of GPT-2 in 8 GB, and its step
     two        two processes on one GPU, each in half of its activations
 

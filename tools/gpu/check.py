@@ -57,7 +57,7 @@ LEAST_SECONDS = 8.0
 CLOSER_SECONDS = 40.0
 """For an act that failed, once more under a tool."""
 TEXT_LINES = 400
-"""What an act prints besides JSON is kept up to that."""
+"""Lines that an act prints besides JSON are kept up to that number."""
 
 
 class Wrong(Exception):

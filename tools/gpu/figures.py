@@ -1,6 +1,6 @@
-"""What a GPU and its driver take, as a table: `h100.json` beside this file, or one that a check on a GPU has written.
+"""The figures of a GPU and its driver, as a table: `h100.json` beside this file, or one that a check on a GPU has written.
 
-Each figure has a value, a unit, a source and a date. `tests/driver/virtual_time.h` says what the names mean.
+Each figure has a value, a unit, a source and a date. `tests/driver/virtual_time.h` explains the names.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _LINK = {
     "memory": "compute_alone",
 }
 _PAGES = {"cuMemCreate": "create", "cuMemMap": "map", "cuMemUnmap": "unmap_freeing_each", "cuMemRelease": "release"}
-"""What driver_calls.cpp names its figures, behind host., link. and in the details of pages.idle_20MiB."""
+"""The names of figures in driver_calls.cpp, behind host., link. and in the details of pages.idle_20MiB."""
 
 
 def of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -> dict[str, Any]:
-    """The table `base` with the figures of a check in their places; what it has not measured keeps its value and source.
+    """The table `base` with the figures of a check in their places; a figure that it has not measured keeps its value and source.
 
     Args:
         lines: of the check's raw.jsonl.

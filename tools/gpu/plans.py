@@ -85,7 +85,7 @@ def train(place: Place, name: str, group: str, limit: float, spec: dict[str, Any
 
 
 def bits(place: Place, model: str, **spec: Any) -> Act:
-    """The same bits under four policies. `torture` evicts whatever it may, so each cell goes both ways."""
+    """The same bits under four policies. `torture` evicts all that it may, so each cell goes both ways."""
     common: dict[str, Any] = {"warm": 0, "steps": 3, "host": "2GiB"}
     runs = [
         {"name": "none", **common},
@@ -141,7 +141,7 @@ def first(place: Place) -> list[Act]:
 
 
 def second(place: Place) -> list[Act]:
-    """What was mended, what users do besides, and the figures beside torch's own ways to save memory."""
+    """The mended models, uses besides plain training, and the figures beside torch's own ways to save memory."""
     acts = [bits(place, model) for model in ("lstm", "resnet18", "gpt2", "gpt_fp32")]
     acts.append(marked_tests())
     acts += [other(place, name, "ways", 60) for name in ("graphs", "streams", "compiled", "trainer", "answers")]

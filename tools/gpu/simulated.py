@@ -1,6 +1,6 @@
-"""A simulation of a GPU: its figures go in, and its trace says what a training did in virtual time.
+"""A simulation of a GPU: its figures go in, and its trace records a training in virtual time.
 
-It is the tests' double of the CUDA driver; `tests/driver/virtual_time.h` says what it does and what not.
+It is the tests' double of the CUDA driver; `tests/driver/virtual_time.h` describes it and its limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COUNTED = {
     "copies": ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"),
     "pageable bytes": ("pageable bytes",),
 }
-"""What a step may do only so often, by the double's own counters."""
+"""Events that a step may have only so often, by the double's own counters."""
 
 
 class Simulation:

@@ -372,7 +372,7 @@ def run_once(run: dict[str, Any]) -> None:
 
 
 def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
-    """The run itself: what it makes has gone before its budget closes."""
+    """The run itself: its tensors are freed before its budget closes."""
     torch.manual_seed(11)
     with torch.device(DEVICE):
         model, loss = MODELS[SPEC["model"]]()

@@ -1,4 +1,4 @@
-"""What the figures of a check say: a line for each run, a verdict on each risk, and what to do next.
+"""Reads the figures of a check: a line for each run, a verdict on each risk, and the next steps.
 
 The F-numbers are of a reading of the device path before its first GPU: F1 copies and compute one after the other, F2 page
 traffic, F3 checksums through pageable memory, F4 plans from launch times, F5 page-locking at opening, F6 acts that are cut,
@@ -15,12 +15,12 @@ from typing import Any
 Line = dict[str, Any]
 MIB = 1 << 20
 NVML_SHARE, NVML_BYTES = 1.05, 64 * MIB
-"""What NVML may see above the budget: pages of the driver's own, and of libraries that load late."""
+"""Memory that NVML may see above the budget: pages of the driver's own, and of libraries that load late."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one risk.
+    """The verdict on one risk.
 
     Attributes:
         real: the risk is real; None: the figures do not say.
@@ -180,7 +180,7 @@ def polling(f: Figures) -> Verdict:
 
 
 def trials(f: Figures) -> Verdict:
-    """F8: what the first steps took above a later one, for each trial."""
+    """F8: the time of the first steps above a later one, for each trial."""
     found = []
     for line in f.timings("unlimited"):
         warm = [second for second in line.get("warm", []) if isinstance(second, int | float)]
@@ -331,7 +331,7 @@ def run_text(f: Figures, line: Line) -> str:
 
 
 def summary(lines: Iterable[Line]) -> bool:
-    """Prints what a reader needs first; True: all that was checked held."""
+    """Prints the summary that a reader needs first; True: all that was checked held."""
     f = Figures(lines)
     good = True
     for line in f.lines:
