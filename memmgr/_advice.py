@@ -16,6 +16,24 @@ WORTH_SAYING = 0.03
 """A share of the time: a smaller loss is not worth more memory."""
 
 
+def fixed_memory(stats: dict[str, Any], budget_bytes: int, *, binary: bool = False) -> str:
+    """The memory that counts and cannot leave since it is not torch's, by owner; empty if it is less than a tenth of the budget.
+
+    Args:
+        stats: `memmgr.stats()`, or the pager's part of it.
+        budget_bytes: the budget.
+        binary: sizes in powers of two.
+    """
+    owners = (
+        ("fixed_bytes.library", "of NumPy's or another library's"),
+        ("fixed_bytes.shared", "shared with other processes"),
+    )
+    found = [(int(stats.get(name, 0)), text) for name, text in owners if stats.get(name, 0)]
+    if budget_bytes >= UNLIMITED or sum(size for size, _ in found) < budget_bytes / 10:
+        return ""
+    return ", ".join(f"{show_size(size, binary=binary)} {text}" for size, text in found)
+
+
 def own_checkpointing(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     """A line where the program's activation checkpointing recomputes although the budget has room, else none."""
     size = functools.partial(show_size, binary=binary)

@@ -38,10 +38,10 @@ R = TypeVar("R")
 _lock = threading.Lock()
 _current: PagerRuntime | None = None
 _last: PagerRuntime | None = None
-# of decorated functions: the one that opens the budget, and the number of running calls
+# The state of decorated functions below has this lock.
 _calls_lock = threading.RLock()
 _decorating: budget | None = None
-"""Whose calls have opened the open budget; between two calls it gives way to any other."""
+"""The budget that calls of decorated functions opened; between two calls any other one replaces it."""
 
 
 def current() -> PagerRuntime | None:

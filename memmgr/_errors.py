@@ -13,9 +13,8 @@ from torch import OutOfMemoryError
 from ._sizes import round_up, show_size
 
 STATES = ("parameters", "buffers", "gradients", "optimizer state")
-UNSEEN = (
-    3.0  # without a tier: bytes of a step besides the model's states, over those of the first few ops of its forward
-)
+# Without a tier: the bytes of a step besides the model's states, over those of the first few ops of its forward.
+UNSEEN = 3.0
 LEAST_WORK = 8  # one part in so many of the states
 SPARE = 1.06  # alignment, and memory that kernels take for themselves
 MORE = 2  # where the rest of a run is not known: so many results more like the op's, and so many times more exports
@@ -54,9 +53,8 @@ class BudgetError(OutOfMemoryError):
     _rest: Callable[[], tuple[int, str]] | None = None
 
     def __init__(self, *args: Any) -> None:
-        if not vars(
-            self
-        ):  # else the object is the result of torch's `__new__` (`of_torchs`), and is initialized once more
+        # An object that torch's `__new__` returned (`of_torchs`) is initialized a second time.
+        if not vars(self):
             super().__init__(*args)
 
     def told_later(self, rest: Callable[[], tuple[int, str]]) -> None:
@@ -324,6 +322,7 @@ def budget_error(
     op: FailedOp = FailedOp(),  # frozen
     exports: Exports = Exports(),  # frozen
     trains: bool = True,
+    fixed: str = "",
 ) -> BudgetError:
     """The error of a budget that is too small, in the middle of a run or when it is opened.
 
@@ -345,6 +344,7 @@ def budget_error(
         op: the op that found no room.
         exports: tensors whose addresses others have.
         trains: gradients are recorded or made there.
+        fixed: the memory that counts and is not torch's, by owner, with sizes; empty: there is little of it.
     """
 
     def size(count: int) -> str:
@@ -380,6 +380,10 @@ def budget_error(
         lines.append(
             f"This is inside a compiled {compiled}: what its graph is given and makes stays until it returns. Without "
             "torch.compile, or with smaller parts compiled one by one, less is needed."
+        )
+    if fixed:
+        lines.append(
+            f"Tensors over memory that cannot leave: {fixed}. A tensor that `.clone()` makes of one can leave."
         )
     grows = exports.count > 1
     if grows:
@@ -435,7 +439,7 @@ def budget_error(
         if op.result_bytes and not there_bytes:
             least = op.need_bytes if op.need_bytes > budget_bytes else floor
             least_words = size(round_up(least + hidden_bytes, binary=binary))
-            what = f"This op ({op.name})" if op.name else "What was asked for"
+            what = f"This op ({op.name})" if op.name else "This request"
             return enough, (
                 f"{what} needs {least_words}. {without} {named} should do for it and for ops on results like its own; "
                 f"the rest of the run may need more.{more} `memmgr run` without --budget measures what it needs."

@@ -173,6 +173,8 @@ mm_slot mm_tier_lend(mm_tier* tier, int fd, uint64_t offset, uint64_t bytes) {
   return Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Lend(fd, offset, bytes); });
 }
 
+int mm_tier_check_lent(mm_tier* tier, mm_slot slot) { return Of(tier)->CheckLent(slot); }
+
 int mm_tier_read(mm_tier* tier, mm_slot slot, void* dst) {
   return Guarded(-ENOMEM, [&] { return Of(tier)->Read(slot, dst, memmgr::Urgency::kQueued); });
 }

@@ -346,14 +346,30 @@ mm_slot FileTier::Lend(int fd, uint64_t offset, uint64_t bytes) {
   return IdOf(slot);
 }
 
+int FileTier::CheckLent(mm_slot id) {
+  int fd;
+  struct stat lent;
+  {
+    Hold hold(mutex_);
+    const Slot* slot = Find(id);
+    if (slot == nullptr || slot->lent_fd < 0) return -EBADF;
+    fd = slot->lent_fd;
+    lent = slot->lent;
+  }
+  return CheckFile(fd, lent);
+}
+
+int FileTier::CheckFile(int fd, const struct stat& lent) {
+  struct stat now{};
+  if (fstat(fd, &now) != 0) return -errno;
+  const bool same = now.st_size == lent.st_size && now.st_mtim.tv_sec == lent.st_mtim.tv_sec &&
+                    now.st_mtim.tv_nsec == lent.st_mtim.tv_nsec;
+  // In a forked child the number may be another file's by now.
+  return same && now.st_dev == lent.st_dev && now.st_ino == lent.st_ino ? 0 : -ESTALE;
+}
+
 // Through the page cache, where the pages of a file that somebody has mapped lie already.
 int FileTier::ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes, uint64_t offset) {
-  const auto is_same = [&] {
-    struct stat now{};
-    return fstat(fd, &now) == 0 && now.st_dev == lent.st_dev && now.st_ino == lent.st_ino &&
-           now.st_size == lent.st_size && now.st_mtim.tv_sec == lent.st_mtim.tv_sec &&
-           now.st_mtim.tv_nsec == lent.st_mtim.tv_nsec;
-  };
   while (bytes > 0) {
     const ssize_t n = pread(fd, to, bytes, static_cast<off_t>(offset));
     if (n < 0 && errno == EINTR) continue;
@@ -363,7 +379,7 @@ int FileTier::ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes
     bytes -= static_cast<uint64_t>(n);
     offset += static_cast<uint64_t>(n);
   }
-  return is_same() ? 0 : -ESTALE;  // asked after the read: a change before or during it is seen
+  return CheckFile(fd, lent);  // asked after the read: a change before or during it is seen
 }
 
 mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {

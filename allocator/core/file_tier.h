@@ -48,6 +48,7 @@ class FileTier final : public Tier, private ForkAware {
 
   mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;
   mm_slot Lend(int fd, uint64_t offset, uint64_t bytes) override;
+  int CheckLent(mm_slot id) override;
   int Read(mm_slot id, void* to, Urgency urgency) override;
   int Poll(mm_slot id) override;
   int Wait(mm_slot id) override;
@@ -125,6 +126,7 @@ class FileTier final : public Tier, private ForkAware {
   int64_t TakeFreshRoom(uint64_t bytes);
   bool GiveBackInherited(bool revoke);
   int ReadInChild(mm_slot id, char* to);
+  static int CheckFile(int fd, const struct stat& lent);
   static int ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes, uint64_t offset);
   void Start(Slot* slot, Direction direction, char* memory, Queue* queue, bool front);
   void MoveToFront(Slot* slot);

@@ -18,8 +18,9 @@ class Tier {
   virtual void Close() = 0;
 
   virtual mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) = 0;
-  // See mm_tier_lend.
+  // See mm_tier_lend and mm_tier_check_lent.
   virtual mm_slot Lend(int /*fd*/, uint64_t /*offset*/, uint64_t /*bytes*/) { return -ENOTSUP; }
+  virtual int CheckLent(mm_slot) { return -ENOTSUP; }
   // No copy of it was queued, and none will be before the next Write.
   virtual void Refused(const void* /*from*/) {}
   virtual int Read(mm_slot id, void* to, Urgency urgency) = 0;

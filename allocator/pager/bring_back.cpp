@@ -1,4 +1,6 @@
 // Coming back: made again, read back or unpacked, by whoever touches the cell.
+#include <c10/util/ScopeExit.h>
+
 #include <cerrno>
 #include <cstring>
 #include <optional>
@@ -133,6 +135,12 @@ void bring_back(Cell* c) {
     last = come_back_locked(c, std::move(bytes), c->pool->stream(), &trash);
   }
   if (last) last_user_is_gone(c);
+}
+
+void fetch(Cell* c) {
+  pin(c, ticks());
+  const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
+  bring_back(c);
 }
 
 }  // namespace memmgr::pager

@@ -70,6 +70,9 @@ struct Counters {
 extern Budget budget;
 extern Counters counters;
 
+// As the allocator counts them.
+inline uint64_t rounded(uint64_t bytes) { return (bytes + MM_UNIT - 1) / MM_UNIT * MM_UNIT; }
+
 uint64_t now_ns();
 
 // The clock of staleness and costs: ticks that are cheap to read, all of one length.

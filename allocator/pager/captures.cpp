@@ -33,14 +33,7 @@ std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
 void bring_back_each(const std::vector<std::pair<Cell*, StoragePtr>>& cells, bool only_if_room) {
   for (const auto& [c, s] : cells) {
     if (only_if_room && mm_arena_resident(budget.arena) + c->nbytes > mm_arena_budget(budget.arena)) continue;
-    pin(c, ticks());
-    try {
-      bring_back(c);
-    } catch (...) {
-      unpin(c);
-      throw;
-    }
-    unpin(c);
+    fetch(c);
   }
 }
 

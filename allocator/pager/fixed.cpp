@@ -1,6 +1,5 @@
 #include "fixed.h"
 
-#include <ATen/MapAllocator.h>
 #include <c10/core/impl/COW.h>
 
 #include <unordered_map>

@@ -126,10 +126,9 @@ void end_group() {
 std::deque<Going>::iterator place_of_locked(Follower& f, uint64_t request) {
   const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
   if (request < budget.options.small_bytes) return f.going.begin();
-  const auto units = [](uint64_t bytes) { return (bytes + MM_UNIT - 1) / MM_UNIT; };
   const auto found = std::find_if(f.going.begin(), end, [&](const Going& g) {
     const Cell* c = turn_of(f, g.ordinal) == g.turn ? cell_locked(f, g.ordinal) : nullptr;
-    return c && units(c->nbytes) == units(request) && c->state.load(std::memory_order_relaxed) == 0 &&
+    return c && rounded(c->nbytes) == rounded(request) && c->state.load(std::memory_order_relaxed) == 0 &&
            (g.way == Way::kEvict || c->slot >= 0);
   });
   return found != end ? found : f.going.begin();

@@ -68,7 +68,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
     grows_in_pool(s);  // set_ lets a storage grow that it only reads
     if (!adopts_) return;
     if (is_small(s)) {
-      if (C10_UNLIKELY(is_mapped(s))) share_mapping(s);
+      share_mapping(s);
       return;
     }
     if (!adoptable(s)) return count_fixed_in_budget(s, may_wait_);

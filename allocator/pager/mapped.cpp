@@ -2,12 +2,14 @@
 
 #include <ATen/MapAllocator.h>
 #include <Python.h>
+#include <c10/util/ScopeExit.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -44,6 +46,8 @@ namespace {
 
 // The deleter of a slice of a storage. Its context is the whole storage.
 c10::DeleterFnPtr end_of_slice = nullptr;
+
+std::atomic<int> ranges{0};
 
 std::vector<std::weak_ptr<Mapping>>& mappings() {
   static auto* m = new std::vector<std::weak_ptr<Mapping>>;
@@ -107,54 +111,82 @@ void each_over_locked(const c10::StorageImpl* s, F&& visit) {
         if (c != own && overlap(c->range->begin, c->range->nbytes, begin, s->nbytes())) visit(c);
 }
 
+// Makes an absent cell busy whose bytes are below; `in_file`: only one whose file is its copy.
+bool begin_move_below(Cell* c, bool in_file) {
+  uint32_t absent = kAbsent;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  const bool below = in_file ? has_file_copy(c) : c->slot >= 0;
+  return below && c->absence == Absence::kOffloaded && c->state.compare_exchange_strong(absent, kAbsent | kBusy);
+}
+
+// The bytes of a resident cell are in other memory from here on. Returns the memory that they were in.
+at::DataPtr put_locked(Cell* c, at::DataPtr bytes) {
+  at::DataPtr before = std::move(c->bytes);
+  c->bytes = std::move(bytes);
+  if (auto* s = c->storage._unsafe_get_target()) show_bytes(s, c->bytes.get(), c);
+  note_home(c);
+  return before;
+}
+
+uint64_t sample_of(const void* data, uint64_t nbytes) {
+  constexpr uint64_t kWords = 64;
+  const uint64_t words = nbytes / sizeof(uint64_t), step = std::max<uint64_t>(words / kWords, 1);
+  uint64_t sum = nbytes;
+  for (uint64_t i = 0; i < words; i += step) {
+    uint64_t word;
+    std::memcpy(&word, static_cast<const char*>(data) + i * sizeof word, sizeof word);
+    sum = (sum ^ word) * 0x9E3779B97F4A7C15u;
+    sum ^= sum >> 29;
+  }
+  return sum;
+}
+
+// True if the file still has the bytes of the cell. The caller has the cell busy, and the file is its copy.
+bool file_agrees(Cell* c) {
+  const MappedRange& range = *c->range;
+  if (mm_tier_check_lent(budget.tier, c->slot) < 0) return false;
+  if (in_mapping(c)) return true;
+  const bool agrees = c->state.load() & kAbsent
+                          ? sum_agrees(c, range.begin)
+                          : sample_of(range.begin, range.nbytes) == sample_of(c->bytes.get(), c->nbytes);
+  drop_pages(range);
+  return agrees;
+}
+
 bool stays_in_mapping(const Cell* c) { return c->escape != Escape::kNone && in_mapping(c); }
 
-// The cell is busy and the caller's, with its bytes in memory or in the file. Not for long: null, or why not.
+// Makes the cell busy, resident or with its file as the only copy. Null, or the reason why that cannot be.
 const char* claim(Cell* c) {
   using Clock = std::chrono::steady_clock;
   for (const auto until = Clock::now() + std::chrono::seconds(10); Clock::now() < until;) {
     if (c->escape != Escape::kNone) return "its address has been handed out";
-    uint32_t absent = kAbsent;
-    if (begin_move(c)) return nullptr;
-    {
-      std::lock_guard<std::mutex> lock(graph_lock());
-      if (has_file_copy(c) && c->state.compare_exchange_strong(absent, kAbsent | kBusy)) return nullptr;
-    }
-    if (c->state.load() & kAbsent) {
-      pin(c, ticks());
-      try {
-        bring_back(c);
-      } catch (...) {
-        unpin(c);
-        throw;
-      }
-      unpin(c);
-    }
+    if (begin_move(c) || begin_move_below(c, true)) return nullptr;
+    if (c->state.load() & kAbsent) fetch(c);
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  return "an op that does not end uses it";
+  return "an op or a pin that does not end uses it";
 }
 
-// The caller has it busy. Ends the move.
+// Puts the bytes at the range's own address. The caller has the cell busy, resident or below; ends the move.
 void move_to_mapping(Cell* c) {
   MappedRange& range = *c->range;
   at::DataPtr before;
-  bool last;
   const bool absent = c->state.load() & kAbsent;
-  if (absent && !has_file_copy(c)) {
-    const int error = mm_tier_read_now(budget.tier, c->slot, range.begin);
-    if (error < 0) {
-      end_move(c, true);
-      TORCH_CHECK(false, "memmgr: the disk tier failed: reading ", c->nbytes, " bytes back: ", std::strerror(-error));
-    }
-    try {
+  bool last;
+  try {
+    if (has_file_copy(c)) {
+      if (!file_agrees(c)) throw_file_failed(c, ESTALE);
+    } else if (absent) {
+      const int error = mm_tier_read_now(budget.tier, c->slot, range.begin);
+      TORCH_CHECK(error >= 0, "memmgr: the disk tier failed: reading ", c->nbytes,
+                  " bytes back: ", std::strerror(-error));
       check_sum(c, range.begin);
-    } catch (...) {
-      end_move(c, true);
-      throw;
+    } else if (!in_mapping(c)) {
+      std::memcpy(range.begin, c->bytes.get(), c->nbytes);
     }
-  } else if (!absent && !in_mapping(c) && !has_file_copy(c)) {
-    std::memcpy(range.begin, c->bytes.get(), c->nbytes);
+  } catch (...) {
+    end_move(c, absent);
+    throw;
   }
   {
     Trash trash;
@@ -167,10 +199,7 @@ void move_to_mapping(Cell* c) {
       if (absent) {
         last = come_back_locked(c, std::move(range.home), kNotFilled, &trash);
       } else {
-        before = std::move(c->bytes);
-        c->bytes = std::move(range.home);
-        if (auto* s = c->storage._unsafe_get_target()) show_bytes(s, c->bytes.get(), c);
-        note_home(c);
+        before = put_locked(c, std::move(range.home));
         last = end_move_locked(c, false);
       }
       range.home.clear();
@@ -228,6 +257,7 @@ void begin_range_locked(Cell* c) {
   range->nbytes = c->nbytes;
   range->mapping = mapping_around_locked(range->begin, range->nbytes);
   range->mapping->cells.push_back(c);
+  ranges++;
   c->lead = static_cast<uint8_t>(reinterpret_cast<uintptr_t>(range->begin) % kLine);
   c->range = range.release();
   const Mapping& m = *c->range->mapping;
@@ -246,6 +276,7 @@ std::unique_ptr<MappedRange> end_range_locked(Cell* c) {
   if (range) {
     auto& cells = range->mapping->cells;
     cells.erase(std::remove(cells.begin(), cells.end(), c), cells.end());
+    ranges--;
   }
   return range;
 }
@@ -258,6 +289,7 @@ void drop_pages(const MappedRange& range) {
 }
 
 bool share_mapping(c10::StorageImpl* s) {
+  if (C10_LIKELY(ranges.load(std::memory_order_relaxed) == 0) || !is_mapped(s)) return false;
   std::vector<std::pair<Cell*, WeakStorage>> found;
   bool any = false;
   {
@@ -273,15 +305,12 @@ bool share_mapping(c10::StorageImpl* s) {
     const char* why = claim(c);
     TORCH_CHECK(!why, "memmgr: a tensor has the same bytes of the mapped file ", c->range->mapping->path,
                 " as another one that cannot be moved: ", why);
-    pin(c, ticks());  // busy until the move ends, and then it stays
-    move_to_mapping(c);
-    try {
+    {
+      pin(c, ticks());  // busy until the move ends, and then it stays
+      const auto unpinned = c10::make_scope_exit([c = c] { unpin(c); });
+      move_to_mapping(c);
       escape(c, Escape::kSlice);
-    } catch (...) {
-      unpin(c);
-      throw;
     }
-    unpin(c);
     drop(std::move(held));
   }
   return any;
@@ -289,86 +318,97 @@ bool share_mapping(c10::StorageImpl* s) {
 
 bool return_to_mapping(Cell* c) {
   if (!c->range || c->small || c->range->overwritten || c->escape != Escape::kNone || in_mapping(c)) return false;
-  uint32_t absent = kAbsent;
-  const bool below = c->absence == Absence::kOffloaded && c->slot >= 0;
-  if (!begin_move(c) &&
-      !(below && c->state.compare_exchange_strong(absent, kAbsent | kBusy, std::memory_order_acq_rel)))
+  if (!begin_move(c) && !begin_move_below(c, false)) return false;
+  const bool absent = c->state.load() & kAbsent;
+  if (!absent && has_file_copy(c) && !file_agrees(c)) {
+    c->range->overwritten = true;  // the pool has the bytes that the file had
+    end_move(c, false);
     return false;
+  }
   move_to_mapping(c);
   return true;
 }
 
-void forsake_file(const char* path) {
-  struct stat wanted{};
-  if (stat(path, &wanted) != 0) return;
+// Cells over the file, and what keeps them alive.
+static std::vector<std::pair<Cell*, WeakStorage>> cells_of_file(const char* path) {
   std::vector<std::pair<Cell*, WeakStorage>> found;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    for (const std::weak_ptr<Mapping>& weak : mappings()) {
-      const auto m = weak.lock();
-      struct stat one{};
-      if (!m || m->fd < 0 || fstat(m->fd, &one) != 0 || one.st_dev != wanted.st_dev || one.st_ino != wanted.st_ino)
-        continue;
-      for (Cell* c : m->cells)
-        if (!c->small) found.emplace_back(c, c->storage);
-    }
+  struct stat wanted{}, one{};
+  if (stat(path, &wanted) != 0) return found;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (const std::weak_ptr<Mapping>& weak : mappings()) {
+    const auto m = weak.lock();
+    if (!m || m->fd < 0 || fstat(m->fd, &one) != 0 || one.st_dev != wanted.st_dev || one.st_ino != wanted.st_ino)
+      continue;
+    for (Cell* c : m->cells)
+      if (!c->small) found.emplace_back(c, c->storage);
   }
-  for (auto& [c, weak] : found) {
-    StoragePtr held = weak.lock();
-    if (!held || cell_of(held.get()) != c) continue;
-    for (;;) {
-      pin(c, ticks());
-      try {
-        bring_back(c);
-      } catch (...) {
-        unpin(c);
-        throw;
-      }
-      unpin(c);
-      if (c->escape != Escape::kNone)
-        break;  // its address has been handed out, and the file is under it as in plain torch
-      at::DataPtr block;
-      if (in_mapping(c)) block = allocate_for(c);
-      if (!begin_move(c)) {
-        std::this_thread::yield();
-        continue;
-      }
-      if (in_mapping(c)) std::memcpy(block.get(), c->bytes.get(), c->nbytes);
-      bool last;
-      {
-        Trash trash;
-        std::lock_guard<std::mutex> lock(graph_lock());
-        c->range->overwritten = true;
-        if (c->slot >= 0) trash.slots.push_back(std::exchange(c->slot, -1));
-        count_root_locked(c);
-        if (in_mapping(c)) {
-          mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
-          c->outside = false;
-          c->range->home = std::move(c->bytes);
-          c->bytes = std::move(block);
-          show_bytes(held.get(), c->bytes.get(), c);
-          note_home(c);
-        }
-        last = end_move_locked(c, false);
-      }
-      if (last) last_user_is_gone(c);
-      break;
-    }
-    drop(std::move(held));
-  }
+  return found;
 }
 
-static uint64_t sample_of(const void* data, uint64_t nbytes) {
-  constexpr uint64_t kWords = 64;
-  const uint64_t words = nbytes / sizeof(uint64_t), step = std::max<uint64_t>(words / kWords, 1);
-  uint64_t sum = nbytes;
-  for (uint64_t i = 0; i < words; i += step) {
-    uint64_t word;
-    std::memcpy(&word, static_cast<const char*>(data) + i * sizeof word, sizeof word);
-    sum = (sum ^ word) * 0x9E3779B97F4A7C15u;
-    sum ^= sum >> 29;
+// The file is no copy of its bytes any more, and they never go back to the mapping.
+static void forget_file_locked(Cell* c, Trash* trash) {
+  c->range->overwritten = true;
+  if (c->slot >= 0) trash->slots.push_back(std::exchange(c->slot, -1));
+  count_root_locked(c);
+}
+
+// With a pin on it, so that it stays. False: it is absent, or in the mapping.
+static bool forget_file_in_pool(Cell* c) {
+  const bool there = pin(c, ticks());
+  const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
+  if (!there || in_mapping(c)) return false;
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  forget_file_locked(c, &trash);
+  return true;
+}
+
+static void move_to_pool(Cell* c) {
+  const char* why = claim(c);
+  TORCH_CHECK(!why, "memmgr: ", c->range->mapping->path,
+              " cannot be overwritten: a tensor that is mapped from it cannot be moved: ", why);
+  const bool absent = c->state.load() & kAbsent;
+  at::DataPtr block;
+  try {
+    if (absent || in_mapping(c)) block = allocate_for(c);
+    if (absent) {
+      if (const int error = mm_tier_read_now(budget.tier, c->slot, block.get()); error < 0)
+        throw_file_failed(c, -error);
+      check_sum(c, block.get());
+    } else if (block) {
+      std::memcpy(block.get(), c->bytes.get(), c->nbytes);
+    }
+  } catch (...) {
+    end_move(c, absent);
+    throw;
   }
-  return sum;
+  bool last;
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    forget_file_locked(c, &trash);
+    if (absent) {
+      last = come_back_locked(c, std::move(block), kNotFilled, &trash);
+    } else {
+      if (block) {
+        mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
+        c->outside = false;
+        c->range->home = put_locked(c, std::move(block));
+      }
+      last = end_move_locked(c, false);
+    }
+  }
+  if (last) last_user_is_gone(c);
+}
+
+void forsake_file(const char* path) {
+  for (auto& [c, weak] : cells_of_file(path)) {
+    StoragePtr held = weak.lock();
+    if (!held || cell_of(held.get()) != c) continue;
+    // The address of one that has escaped was handed out: the file is under it as in plain torch.
+    if (c->escape == Escape::kNone && !forget_file_in_pool(c)) move_to_pool(c);
+    drop(std::move(held));
+  }
 }
 
 void note_sample_locked(Cell* c) {

@@ -39,7 +39,7 @@ struct MappedRange {
   MappedRange() = default;
   MappedRange(const MappedRange&) = delete;
   MappedRange& operator=(const MappedRange&) = delete;
-  ~MappedRange();  // may take the graph's lock never, and no GIL
+  ~MappedRange();  // takes no lock of ours and not the GIL
 };
 
 // Asks for torch's own functions once; the GIL is held.
@@ -62,13 +62,13 @@ std::unique_ptr<MappedRange> end_range_locked(Cell* c);
 void drop_pages(const MappedRange& range);
 
 // Cells of other storages that have some bytes of `s` go back to the mapping for good. True: there are some. No lock is
-// held. Throws where one cannot: its address was handed out, or somebody uses it and does not end.
+// held. Throws if one cannot: its address was handed out, or an op or a pin that does not end uses it.
 bool share_mapping(c10::StorageImpl* s);
-// Moves the bytes to the address that the storage had first. False: an op uses them where they are. The caller holds
-// the storage.
+// Moves the bytes to the address that the storage had first. False: an op uses them where they are, or the file has
+// changed and the pool has the bytes. Throws if a changed file was the only copy. The caller holds the storage.
 bool return_to_mapping(Cell* c);
 // The file at this path is about to be overwritten: cells over it are read into memory of the pool, and may leave for
-// the tier.
+// the tier. Throws as share_mapping does.
 void forsake_file(const char* path);
 
 void note_sample_locked(Cell* c);

@@ -3,7 +3,6 @@
 
 #include <ATen/record_function.h>
 #include <Python.h>
-#include <c10/util/ScopeExit.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -214,24 +213,26 @@ PyObject* py_close(PyObject*, PyObject*) {
     auto cells = all_cells();
     Py_BEGIN_ALLOW_THREADS;
     uint64_t moved = 0;
-    for (auto& [c, s] : cells) {  // first, so that the pool's memory is free when the others come back
-      if (!c->resident() || !return_to_mapping(c)) continue;
-      if ((moved += c->nbytes) < kTrimEach) continue;
+    const auto trim = [&] {
       mm_arena_trim(budget.arena, 0);
       moved = 0;
-    }
-    if (moved) mm_arena_trim(budget.arena, 0);
-    for (auto& [c, s] : cells) {
-      if (c->given_up) continue;  // whoever reads it is told; this budget has lost nothing
-      try {
-        if (return_to_mapping(c)) continue;
-        pin(c, ticks());
-        const auto unpinned = c10::make_scope_exit([c = c] { unpin(c); });
-        bring_back(c);
-      } catch (...) {
-        wrong = std::current_exception();
+    };
+    for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells come back
+      for (auto& [c, s] : cells) {
+        if (c->given_up || (resident && !c->resident()))
+          continue;  // its readers are told; this budget has lost nothing
+        try {
+          bool back = return_to_mapping(c);
+          if (!back && !resident) {
+            fetch(c);
+            back = return_to_mapping(c);
+          }
+          if (back && (moved += c->nbytes) >= kTrimEach) trim();
+        } catch (...) {
+          wrong = std::current_exception();
+        }
       }
-      return_to_mapping(c);
+      if (moved) trim();
     }
     forget_works();
     exhume();
@@ -415,8 +416,8 @@ PyModuleDef definition = {
 
 }  // namespace
 
-// What `set` has made Python's error is thrown as torch hands such errors on. `text`: what C++ shows of it; that of
-// Python may take long to write, and most programs that catch one do not read it.
+// Throws the error that `set` raises in Python, as torch hands such errors on. `text` is its text for C++: the one of
+// Python may take long to write, and most programs that catch the error do not read it.
 template <class F>
 [[noreturn]] static void throw_python(const std::string& text, F&& set) {
   const PyGILState_STATE gil = PyGILState_Ensure();

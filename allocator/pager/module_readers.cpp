@@ -172,7 +172,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
         if (!c && budget.open && adoptable(s.get())) {
           if (written || s->nbytes() >= budget.options.small_bytes)
             c = adopt_in_budget(s.get(), tl_depth == 0);
-          else if (is_mapped(s.get()))
+          else
             share_mapping(s.get());
         }
         if (!c) continue;

@@ -19,9 +19,6 @@ namespace memmgr::pager {
 
 namespace {
 
-// As the allocator counts them.
-uint64_t rounded(uint64_t bytes) { return (bytes + 511) / 512 * 512; }
-
 c10::IValue without_bytes(const c10::IValue& value) {
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();

@@ -169,6 +169,7 @@ static void write_behind() {
 void read_in_order() {
   if (absent_cells.load(std::memory_order_relaxed) == 0 || !budget.options.prefetch) return;
   write_behind();
+  const uint64_t most = mm_arena_budget(budget.arena) / kShareAhead;
   uint64_t ahead = 0;
   for (uint32_t places = 1;; ++places) {
     Cell* c;
@@ -176,14 +177,16 @@ void read_in_order() {
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       const TurnOrder& o = turn_order();
-      if (!o.applies() || places >= o.count() || ahead >= mm_arena_budget(budget.arena) / kShareAhead) return;
-      c = o.after(places);
-      if (!c) continue;
-      ahead += c->nbytes;
-      if (c->resident() || c->reading || c->absence != Absence::kOffloaded || c->slot < 0) continue;
-      held = hold(c);
+      for (;; ++places) {
+        if (!o.applies() || places >= o.count() || ahead >= most) return;
+        c = o.after(places);
+        if (!c) continue;
+        ahead += c->nbytes;
+        if (c->resident() || c->reading || c->absence != Absence::kOffloaded || c->slot < 0) continue;
+        held = hold(c);
+        if (held) break;
+      }
     }
-    if (!held) continue;
     const bool begun = begin_read(c) || (make_room_behind(c->nbytes, places) && begin_read(c));
     drop(std::move(held));
     if (!begun) return;

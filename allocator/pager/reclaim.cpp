@@ -428,7 +428,7 @@ void throw_out_of_memory(uint64_t request) {
     TORCH_CHECK(false, "memmgr: ", budget.pool->device.str(), " answers nothing any more: ", why,
                 ". An earlier kernel failed; CUDA_LAUNCH_BLOCKING=1 shows which.");
   const uint64_t limit = mm_arena_budget(budget.arena), resident = mm_arena_resident(budget.arena);
-  const uint64_t taken = (request + 511) / 512 * 512;  // as the arena counts it
+  const uint64_t taken = rounded(request);
   tl_refused_bytes = taken + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
   begin_failure(taken);
   std::string text = budget.pool->out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +

@@ -65,6 +65,8 @@ struct NothingIsDropped {
 void stay_in_child();  // the same in a forked child, for ever
 // The bytes are in memory when this returns. The caller has a pin on the cell and holds its storage. No lock is held.
 void bring_back(Cell* c);
+// The same for a cell that nobody needs at this moment: it may leave again at once. The caller holds its storage.
+void fetch(Cell* c);
 // Waits until nobody moves the cell. True: the bytes are away, and the caller, who has a pin, has the cell busy. False:
 // they are here.
 bool begin_coming_back(Cell* c);

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from memmgr._advice import fixed_memory
 from memmgr._device import out_of_memory_words
 from memmgr._errors import (
     SPENT,
@@ -178,6 +179,7 @@ class Explainer:
             op=op or FailedOp(),
             exports=self._exports(now, loop_around(census)),
             trains=self._trains(),
+            fixed=fixed_memory(now, self._asked.limit_bytes, binary=self._asked.binary),
         )
 
     def _trains(self) -> bool:

@@ -9,7 +9,7 @@ import shlex
 import sys
 from typing import Any
 
-from memmgr._advice import own_checkpointing
+from memmgr._advice import fixed_memory, own_checkpointing
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
 
 from . import states
@@ -108,16 +108,10 @@ def fixed(s: dict[str, Any], *, binary: bool = False) -> list[str]:
     Args:
         s: `memmgr.stats()`.
     """
-    owners = (
-        ("fixed_bytes.library", "of NumPy's or another library's"),
-        ("fixed_bytes.shared", "shared with other processes"),
+    parts = fixed_memory(s, s["budget_bytes"], binary=binary)
+    return (
+        [f"of the peak, tensors over memory that cannot leave: {parts}; `.clone()` makes one that can"] if parts else []
     )
-    found = [(s.get(name, 0), text) for name, text in owners if s.get(name, 0)]
-    whole = sum(size for size, _ in found)
-    if s["budget_bytes"] >= UNLIMITED or whole < s["budget_bytes"] / 10:
-        return []
-    parts = ", ".join(f"{show_size(size, binary=binary)} {text}" for size, text in found)
-    return [f"of the peak, tensors over memory that cannot leave: {parts}; `.clone()` makes one that can"]
 
 
 def report(

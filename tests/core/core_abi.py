@@ -126,6 +126,7 @@ _SIGNATURES = {
     "mm_tier_write": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
     "mm_tier_write_now": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
     "mm_tier_lend": (c.c_int64, [c.c_void_p, c.c_int, c.c_uint64, c.c_uint64]),
+    "mm_tier_check_lent": (c.c_int, [c.c_void_p, c.c_int64]),
     "mm_tier_read": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
     "mm_tier_read_now": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
     "mm_tier_poll": (c.c_int, [c.c_void_p, c.c_int64]),

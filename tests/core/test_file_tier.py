@@ -576,11 +576,13 @@ def test_a_lent_file_that_has_changed_is_stale(lending_tier, tmp_path, change):
     path = tmp_path / "f"
     path.write_bytes(bytes(2 * MIB))
     fd, slot = lend(lending_tier, path, 0, MIB)
+    assert lending_tier.check_lent(slot) == 0
     if change == "time":
         os.utime(path, ns=(1, 1))
     else:
         os.truncate(path, 3 * MIB if change == "longer" else MIB // 2)
     out = Bytes(MIB)
+    assert lending_tier.check_lent(slot) == -errno.ESTALE
     assert lending_tier.read_now(slot, out.address) == -errno.ESTALE
     lending_tier.free(slot)
     os.close(fd)

@@ -122,6 +122,14 @@ def test_the_summary_names_memory_that_cannot_leave(capfd):
     assert "tensors over memory that cannot leave: 1.05 MB of NumPy's or another library's" in capfd.readouterr().err
 
 
+def test_an_error_names_memory_that_cannot_leave():
+    with budget():
+        tensor = of_numpy()
+        tensor.sum()
+        with pytest.raises(memmgr.BudgetError, match=r"that cannot leave: 1.05 MB of NumPy's or another library's\."):
+            torch.empty(100 * FLOATS)
+
+
 def test_a_view_from_before_the_budget_shares_the_bytes_in_it():
     child = f"""
 import numpy as np, torch, memmgr

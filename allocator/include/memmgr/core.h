@@ -245,6 +245,7 @@ mm_slot mm_tier_write_now(mm_tier*, const void* src, uint64_t bytes);
 // written, no room is taken. `fd` stays the caller's, open until the slot is freed. A read ends with -ESTALE once the
 // size or the time of modification of the file differs from that at this call. A negative errno: no slot is held.
 mm_slot mm_tier_lend(mm_tier*, int fd, uint64_t offset, uint64_t bytes);
+int mm_tier_check_lent(mm_tier*, mm_slot);  // 0: the file is as it was; -ESTALE
 // Queues a read of the slot into dst, behind the slot's own write if that is still under way. Returns 0 or a negative
 // errno. At most one read per slot under way.
 int mm_tier_read(mm_tier*, mm_slot, void* dst);
