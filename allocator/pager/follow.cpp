@@ -44,6 +44,7 @@ struct Follower {
   std::vector<uint32_t> deferred;  // reads that found no room
   std::vector<Unread> unread;      // of the group that runs
   bool ran_short = false;
+  LeftPlan left;
 };
 
 Follower& follower() {
@@ -258,6 +259,7 @@ void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   auto found =
       std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.after == before && fits(p); });
   if (found == f.plans.end()) found = std::find_if(f.plans.begin(), f.plans.end(), fits);
+  if (found == f.plans.end()) f.left = {f.leads ? f.leads->hashes.back() : f.plans.front().hashes.back(), position};
   f.decided = true;
   lead_locked(f, found == f.plans.end() ? nullptr : &*found, position);
   foretelling = f.leads && f.leads->hashes.back() == before;
@@ -361,7 +363,7 @@ void note_short() {
   follower().ran_short = true;
 }
 
-Followed end_following(uint64_t hash, uint64_t before, uint64_t passes) {
+Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t passes) {
   Followed result;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
@@ -375,6 +377,8 @@ Followed end_following(uint64_t hash, uint64_t before, uint64_t passes) {
     result.hash = hash;
     result.to_the_end = f.leads && f.leads->hashes.back() == hash;
     result.ran_short = f.ran_short;
+    result.left = std::exchange(f.left, LeftPlan());
+    if (hash && f.leads && !result.to_the_end) result.left = {f.leads->hashes.back(), ops};
     lead_locked(f, nullptr, 0);
     f.decided = false;
     f.ran_short = false;
@@ -384,6 +388,8 @@ Followed end_following(uint64_t hash, uint64_t before, uint64_t passes) {
   if (result.to_the_end) {
     counters.planned_periods += passes;
     if (result.ran_short) counters.short_periods++;
+  } else if (result.left.plan) {
+    counters.left_periods += passes;
   }
   return result;
 }

@@ -56,12 +56,19 @@ uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead = false);
 // Malloc had to choose for itself.
 void note_short();
 
+// Where a period left the plan that it had followed so far. `plan`: the last of the plan's hashes; 0: it left none.
+struct LeftPlan {
+  uint64_t plan = 0;
+  size_t position = 0;
+};
+
 struct Followed {
   bool to_the_end = false;
   bool ran_short = false;
   uint64_t hash = 0;
+  LeftPlan left;
 };
-// The period ends here, with so many passes; the one `before` it had that hash. 0: none.
-Followed end_following(uint64_t hash = 0, uint64_t before = 0, uint64_t passes = 1);
+// The period ends here, with so many ops and passes; the one `before` it had that hash. 0: none.
+Followed end_following(uint64_t hash = 0, uint64_t before = 0, size_t ops = 0, uint64_t passes = 1);
 
 }  // namespace memmgr::pager

@@ -152,7 +152,7 @@ LoopSeeker::Turn LoopSeeker::ends(const Timeline& turn, const OpInfo* info, cons
 
 void end_turn(LoopTurn turn) {
   const Timeline& ended = turn.ended;
-  const Followed followed = end_following(ended.hash(), ended.before);
+  const Followed followed = end_following(ended.hash(), ended.before, ended.ops.size());
   poll_transfers();
   if (!turn.whole || ended.overflow || ended.before != ended.hash()) return;
   counters.loop_turns++;

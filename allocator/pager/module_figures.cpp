@@ -182,6 +182,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(writes_ahead)
   COUNTER(late_reads)
   COUNTER(planned_periods)
+  COUNTER(left_periods)
   COUNTER(loop_turns)
   COUNTER(short_periods)
   COUNTER(slices)

@@ -42,11 +42,12 @@ PyObject* bytes_of(const std::vector<T>& column) {
 PyObject* period_ended(Timeline ended, const Followed& followed) {
   last_timeline() = std::move(ended);
   const Timeline& t = last_timeline();
-  return Py_BuildValue("{sK sK sn sO sO sK sO}", "before", static_cast<unsigned long long>(t.before), "hash",
-                       static_cast<unsigned long long>(t.hash()), "ops", static_cast<Py_ssize_t>(t.ops.size()),
-                       "followed", followed.to_the_end ? Py_True : Py_False, "short",
-                       followed.ran_short ? Py_True : Py_False, "trials", static_cast<unsigned long long>(t.trials),
-                       "overflow", t.overflow ? Py_True : Py_False);
+  return Py_BuildValue(
+      "{sK sK sn sO sO sK sO sK sn}", "before", static_cast<unsigned long long>(t.before), "hash",
+      static_cast<unsigned long long>(t.hash()), "ops", static_cast<Py_ssize_t>(t.ops.size()), "followed",
+      followed.to_the_end ? Py_True : Py_False, "short", followed.ran_short ? Py_True : Py_False, "trials",
+      static_cast<unsigned long long>(t.trials), "overflow", t.overflow ? Py_True : Py_False, "left_plan",
+      static_cast<unsigned long long>(followed.left.plan), "left_at", static_cast<Py_ssize_t>(followed.left.position));
 }
 
 // next_period(noted) -> dict: what ended, in figures. `timeline()` has the rest of it.
@@ -58,7 +59,7 @@ PyObject* py_next_period(PyObject*, PyObject* on) {
   Py_BEGIN_ALLOW_THREADS;
   try {
     ended = next_period(noted);
-    followed = end_following(ended.hash(), ended.before, std::max<uint64_t>(ended.backwards, 1));
+    followed = end_following(ended.hash(), ended.before, ended.ops.size(), std::max<uint64_t>(ended.backwards, 1));
     poll_transfers();
   } catch (...) {
     wrong = std::current_exception();

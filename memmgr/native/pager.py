@@ -74,7 +74,8 @@ class PeriodInfo(TypedDict):
     """The period that ended, as `next_period` returns it.
 
     `hash`: the hash of its ops. `before`: the hash of the period before it, 0 if that was not recorded. `short`: its plan
-    left malloc to choose victims.
+    left malloc to choose victims. `left_plan`: the hash of the plan that it left before its end, 0 for none; `left_at`: the
+    first op that differs, from 0; the number of its ops if it ended first.
     """
 
     hash: int
@@ -82,6 +83,8 @@ class PeriodInfo(TypedDict):
     ops: int
     followed: bool
     short: bool
+    left_plan: int
+    left_at: int
     trials: int
     overflow: bool
 

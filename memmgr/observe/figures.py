@@ -108,6 +108,7 @@ FIGURES: tuple[Figure, ...] = (
         "backwards that ended, a pass goes from the end of one to the end of the next; without one, equal turns of a loop",
     ),
     Figure("planned_passes", "counter", "passes that followed a plan to its end"),
+    Figure("left_passes", "counter", "passes that followed no plan to its end although there were plans"),
     Figure(
         "steps",
         "counter",

@@ -154,6 +154,7 @@ class PagerFigures:
             "watched_seconds": passes.seconds,
             "passes": passes.count + now["loop_turns"],
             "planned_passes": now["planned_periods"],
+            "left_passes": now["left_periods"],
             "steps": self._steps(),
             "plans": self._plans.made,
             "plan_seconds": self._plans.seconds,

@@ -7,6 +7,7 @@ import functools
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from memmgr._advice import fixed_memory, own_checkpointing
@@ -115,7 +116,12 @@ def fixed(s: dict[str, Any], *, binary: bool = False) -> list[str]:
 
 
 def report(
-    s: dict[str, Any], ranks: list[dict[str, Any]], *, log: str | os.PathLike[str] | None = None, binary: bool = False
+    s: dict[str, Any],
+    ranks: list[dict[str, Any]],
+    *,
+    log: str | os.PathLike[str] | None = None,
+    binary: bool = False,
+    more: Sequence[str] = (),
 ) -> None:
     """Prints the summary line, and further lines where there is something to report.
 
@@ -123,9 +129,10 @@ def report(
         s: `memmgr.stats()`.
         ranks: the same of all ranks, if this rank is one of several and prints for all of them.
         log: the telemetry's; None: there is none.
+        more: further lines.
     """
     lines = spread(ranks, binary=binary) + states.line(s, binary=binary) + own_checkpointing(s, binary=binary)
-    lines = fixed(s, binary=binary) + lines
+    lines = [*fixed(s, binary=binary), *more, *lines]
     global _next
     _next = next_command(log)
     print(summary(s, binary=binary), *("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)

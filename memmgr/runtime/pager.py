@@ -32,6 +32,7 @@ from .compiled import CompiledGraphs
 from .config import Config
 from .dynamo import in_compiled_function, skip_ours
 from .job import Job
+from .left import ModuleNames
 from .periods import Periods, TraceFile
 from .plans import Plans
 from .ranking import Ranker, order_of
@@ -64,6 +65,9 @@ class PagerRuntime:
             below_bytes=self._below or 0,
             device=config.device.type,
             happened=self._happened,
+            modules=ModuleNames(
+                lambda number: self.telemetry.modules.name(number), lambda on: self.telemetry.name_modules(on)
+            ),
         )
         self._order = order_of(config.policy)
         self._ranker = Ranker(self.native, config.policy, offload=offload)
@@ -262,7 +266,8 @@ class PagerRuntime:
                 self._sizing.close(self._final)
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
             log = self.telemetry.log_path
-            report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary)
+            left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
+            report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=left)
         for text in (
             *self.telemetry.complaints(),
             *self._ranker.complaints(),

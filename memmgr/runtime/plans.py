@@ -23,6 +23,7 @@ from memmgr.policies.plan.knee import Knee
 from memmgr.policies.trace import TierLink
 
 from . import planner_process
+from .left import UNNAMED, LeftPlans, ModuleNames
 from .planner_process import Executor, Failed
 from .planners import PLANNERS, QUICK
 from .planning import Job, KneeJob, Made, find_knee, make
@@ -90,9 +91,11 @@ class Plans:
         below_bytes: its room; 0: the file system's.
         device: the type of the managed device.
         happened: called for each plan (`Telemetry.happened`).
+        modules: names the modules of ops.
 
     Attributes:
         limit_bytes: the budget that the next plans are for.
+        left: why passes leave plans.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Plans:
         below_bytes: int = 0,
         device: str = "cpu",
         happened: Callable[..., None] = lambda what, **fields: None,
+        modules: ModuleNames = UNNAMED,
     ) -> None:
         self._pager = pager
         self.limit_bytes = limit_bytes
@@ -117,6 +121,7 @@ class Plans:
         self._tier = "disk" if device == "cpu" else "host"
         self._device = device
         self._happened = happened
+        self.left = LeftPlans(pager, modules, happened)
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
@@ -147,8 +152,11 @@ class Plans:
 
     def period_ended(self, ended: PeriodInfo) -> None:
         """A period that was noted; its timeline is at hand. One thread at a time."""
-        if self.asked:
-            self._begin(ended, lambda: self._to_plan(ended))
+        if not self.asked:
+            return
+        if known := self._known.get(ended["left_plan"]):
+            self.left.note(ended, known.period)
+        self._begin(ended, lambda: self._to_plan(ended))
 
     def loop_turned(self, ended: PeriodInfo) -> None:
         """A turn of a loop without a backward, the same as the one before, for which no plan was enough. One thread at

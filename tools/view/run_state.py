@@ -236,9 +236,9 @@ class RunState:
                 text += f", predicted {float(line['overhead']):.3f}x"
             if "lower_bound" in line:
                 text += f", bound {float(line['lower_bound']):.3f}x"
-        if line["what"] in ("no_plan", "limit"):
+        if line["what"] in ("no_plan", "left_plan", "limit"):
             text += f": {line.get('text', 'no reason is given')}"
-        if line["what"] in ("plan", "no_plan"):
+        if line["what"] in ("plan", "no_plan", "left_plan"):
             self.plans.append((float(line["seconds"]), text))
         self._note(line, text)
 

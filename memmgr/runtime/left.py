@@ -1,0 +1,177 @@
+"""Why passes leave the plan that they followed: the first op that differs, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memmgr._sizes import show_size
+from memmgr.native.pager import Pager, PeriodInfo, TimelineColumns
+
+from .timeline import Noted
+
+MOST_PLACES = 32
+"""Places at which passes leave plans that are told apart; a program with more has no passes that repeat."""
+
+MODULE_TRIES = 3
+"""Further passes that leave at a place whose module is not known, for which modules are named."""
+
+WORTH_SAYING = 0.1
+"""The share of the passes that leave a plan from which the summary says why."""
+
+_MAKES = 2  # allocator/pager/timeline.h
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """The names of the modules in which ops run.
+
+    Attributes:
+        name: of a module by its number; None: it is not known.
+        learn: the modules of the ops from here on are told apart, or no more: that costs some microseconds a call.
+    """
+
+    name: Callable[[int], str | None] = lambda number: None
+    learn: Callable[[bool], None] = lambda on: None
+
+
+UNNAMED = ModuleNames()
+"""No module has a name."""
+
+
+@dataclass
+class _Place:
+    text: str
+    named: bool
+    passes: int = 0
+
+
+class LeftPlans:
+    """The places at which passes leave plans. One thread at a time.
+
+    Args:
+        pager: has the period that ended last.
+        modules: names the modules of ops.
+        happened: called once for each place (`Telemetry.happened`).
+    """
+
+    def __init__(self, pager: Pager, modules: ModuleNames, happened: Callable[..., None]) -> None:
+        self._pager = pager
+        self._modules = modules
+        self._happened = happened
+        self._places: dict[tuple[int, int], _Place] = {}
+        self._learning = 0  # passes
+
+    def note(self, ended: PeriodInfo, plan: Noted) -> None:
+        """A period left a plan.
+
+        Args:
+            ended: the period; its timeline is at hand.
+            plan: the period that was planned.
+        """
+        key = ended["left_plan"], ended["left_at"]
+        place = self._places.get(key)
+        if place is None and len(self._places) >= MOST_PLACES:
+            return
+        if place is None or (self._learning and not place.named):
+            now = self._pager.timeline()
+            name = self._modules.name(_module(now, key[1]))
+            text = f"op {key[1] + 1:,} of {plan.ops:,}, {difference(plan.columns, now, key[1], name)}"
+            if place is None:
+                place = self._places[key] = _Place(text, name is not None)
+                self._happened("left_plan", ops=ended["ops"], text=text)
+            else:
+                place.text, place.named = text, name is not None
+        place.passes += 1
+        self._learn(all(p.named for p in self._places.values()))
+
+    def _learn(self, done: bool) -> None:
+        if done or self._learning >= MODULE_TRIES * len(self._places):
+            if self._learning:
+                self._modules.learn(False)
+            self._learning = 0 if done else self._learning
+        else:
+            self._learning += 1
+            self._modules.learn(True)
+
+    def lines(self, left_passes: int, passes: int) -> list[str]:
+        """A line for the summary; none where few passes leave a plan.
+
+        Args:
+            left_passes: passes that followed no plan to its end.
+            passes: all.
+        """
+        if not self._places or left_passes < WORTH_SAYING * passes:
+            return []
+        most = max(self._places.values(), key=lambda place: place.passes)
+        return [f"{left_passes:,} of {passes:,} passes left a plan, {most.passes:,} of them at {most.text}"]
+
+
+def _module(now: TimelineColumns, at: int) -> int:
+    numbers = np.frombuffer(now["module"], dtype=np.uint32)
+    return int(numbers[at]) if at < len(numbers) else 0
+
+
+class _Ops:
+    """The ops of a period, by position."""
+
+    def __init__(self, columns: TimelineColumns) -> None:
+        self._names = columns["names"]
+        self._op = np.frombuffer(columns["op"], dtype=np.int32)
+        self._first = np.frombuffer(columns["first_touch"], dtype=np.uint32)
+        self._ordinal = np.frombuffer(columns["ordinal"], dtype=np.uint32)
+        self._flags = columns["flags"]
+        self._sizes = np.frombuffer(columns["sizes"], dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._op)
+
+    def name(self, at: int) -> str:
+        return f"`{self._names[self._op[at]]}`"
+
+    def cells(self, at: int, *, made: bool) -> list[tuple[int, int]]:
+        """Pairs of ordinal and bytes of the cells that the op made, or of those that it was given."""
+        end = int(self._first[at + 1]) if at + 1 < len(self) else len(self._flags)
+        touched = (i for i in range(int(self._first[at]), end) if bool(self._flags[i] & _MAKES) == made)
+        return [(int(self._ordinal[i]), int(self._sizes[self._ordinal[i]])) for i in touched]
+
+
+def difference(plan: TimelineColumns, now: TimelineColumns, at: int, module: str | None = None) -> str:
+    """The first difference of a period from the one that was planned.
+
+    Args:
+        plan: the period that was planned.
+        now: the other one.
+        at: the first position whose op, or the results of the op before, differ.
+        module: of the op at it.
+
+    Returns:
+        Words such as "`aten::mul` in `GPT.blocks.3`: a new size, 4.2 MB for 4.0 MB".
+    """
+    planned, ran = _Ops(plan), _Ops(now)
+    place = f" in `{module}`" if module else ""
+    if at >= len(ran):
+        return f"{planned.name(at)}: the pass has ended before it" if at < len(planned) else "the end"
+    if at > 0 and at <= len(planned):
+        words = _cells(planned.cells(at - 1, made=True), ran.cells(at - 1, made=True), "results")
+        if words:
+            return f"the op before it, {ran.name(at - 1)}{place}: {words}"
+    if at >= len(planned):
+        return f"{ran.name(at)}{place}: the plan has ended before it"
+    if ran.name(at) != planned.name(at):
+        return f"{ran.name(at)}{place} in the place of {planned.name(at)}"
+    words = _cells(planned.cells(at, made=False), ran.cells(at, made=False), "arguments")
+    return f"{ran.name(at)}{place}: {words or 'other arguments'}"
+
+
+def _cells(planned: list[tuple[int, int]], ran: list[tuple[int, int]], what: str) -> str:
+    if len(planned) != len(ran):
+        return f"{len(ran)} large {what} for {len(planned)}"
+    for (ordinal, size), (now_ordinal, now_size) in zip(planned, ran, strict=True):
+        if size != now_size:
+            return f"a new size, {show_size(now_size)} for {show_size(size)}"
+        if ordinal != now_ordinal:
+            return f"another tensor among its {what}"
+    return ""
