@@ -14,6 +14,7 @@
 #include "hold.h"
 #include "kernel.h"
 #include "list_ops.h"
+#include "mapped.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 #include "rematerialize.h"
@@ -43,7 +44,8 @@ void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<
 }
 
 bool newly_large(const c10::StorageImpl* s) {
-  return s && !cell_of(s) && adoptable(s) && s->nbytes() >= budget.options.small_bytes;
+  // A mapped one was an argument: there was no room for it.
+  return s && !cell_of(s) && adoptable(s) && s->nbytes() >= budget.options.small_bytes && !is_mapped(s);
 }
 
 bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {

@@ -72,7 +72,12 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
       return;
     }
     if (!adoptable(s)) return count_fixed_in_budget(s, may_wait_);
-    c = adopt_in_budget(s, may_wait_);
+    try {
+      c = adopt_in_budget(s, may_wait_);
+    } catch (const c10::OutOfMemoryError&) {
+      if (!reads_hardly_ || !is_mapped(s)) throw;
+      share_mapping(s);
+    }
     if (!c) return;
   }
   if (c->small) {  // always there; pinned because it may end inside the op, and its writes are watched again after it

@@ -60,6 +60,9 @@ class Frame {
   // What it adopts may wait for room: before the op is admitted.
   void may_wait(bool on) { may_wait_ = on; }
 
+  // The op reads one element at most: a mapped storage for which there is no room need not be a cell yet.
+  void reads_hardly(bool on) { reads_hardly_ = on; }
+
   void tensor(c10::TensorImpl* t, bool written);
 
   void storage(c10::StorageImpl* s, bool written);
@@ -117,6 +120,7 @@ class Frame {
   c10::SmallVector<Touched, 4> small_;
   const bool adopts_;
   bool may_wait_ = false;
+  bool reads_hardly_ = false;
   bool writes_small_ = false;
   size_t pinned_ = 0;
   bool declares_writes_ = false;

@@ -1,4 +1,5 @@
 // What the readers ask for (rule 9): pins, escapes, threads, functions of extensions, captures.
+#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
@@ -223,18 +224,28 @@ PyObject* py_pin(PyObject*, PyObject* args) {
   return new_pin(std::move(storages), written, region, !held);
 }
 
-// pin_number(tensor) -> Pin, or None where nothing has to be brought back for its bytes: most numbers are small
-// tensors.
-PyObject* py_pin_number(PyObject*, PyObject* o) {
-  if (!THPVariable_Check(o)) Py_RETURN_NONE;
-  const c10::TensorImpl* t = THPVariable_Unpack(o).unsafeGetTensorImpl();
-  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0) && t->has_storage() &&
-      !cell_of(t->unsafe_storage().unsafeGetStorageImpl()))
-    Py_RETURN_NONE;
+// pin_known(tensor or cdata) -> Pin, or None if it is no cell: a number is read, for which no cell is made. Most
+// numbers are small tensors.
+PyObject* py_pin_known(PyObject*, PyObject* o) {
+  const bool none_pending = pending_slices.load(std::memory_order_relaxed) == 0;
+  if (C10_LIKELY(THPVariable_Check(o) && none_pending)) {
+    const c10::TensorImpl* t = THPVariable_Unpack(o).unsafeGetTensorImpl();
+    if (t->has_storage() && !cell_of(t->unsafe_storage().unsafeGetStorageImpl())) Py_RETURN_NONE;
+  }
   PyObject* items = PyTuple_Pack(1, o);
   if (!items) return nullptr;
   std::vector<StoragePtr> storages = storages_of(items);
   Py_DECREF(items);
+  if (storages.size() == 1 && none_pending && !cell_of(storages[0].get())) {
+    if (!budget.open) Py_RETURN_NONE;
+    return guarded([&]() -> PyObject* {  // no op reads it: the bytes have to be where it has them
+      {
+        const pybind11::gil_scoped_release released;
+        share_mapping(storages[0].get());
+      }
+      Py_RETURN_NONE;
+    });
+  }
   return new_pin(std::move(storages), false, false, true);
 }
 
@@ -388,7 +399,7 @@ PyMethodDef reader_methods[] = {
     {"names_differ", py_names_differ, METH_NOARGS, "has a living storage another name than its address?"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
-    {"pin_number", py_pin_number, METH_O, "pin_number(tensor) -> Pin or None"},
+    {"pin_known", py_pin_known, METH_O, "pin_known(tensor or cdata) -> Pin or None"},
     {"beat", py_beat, METH_VARARGS, "beat(store, key, seconds): a sign of life that needs no GIL; beat(): no more"},
     {"beats", py_beats, METH_NOARGS, "how many of them the store has answered"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},

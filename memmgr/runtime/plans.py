@@ -66,6 +66,9 @@ class _Known:
     period: Noted
     trials: int  # kinds that were being tried when it was measured: later more of it may run again
     repeats: bool  # whether the period before it was the same
+    again: bool  # it was met more than once
+    searched: bool = False  # by the full search, as it is now
+    cycle: bool = False  # its plan is one of a cycle
     tries: int = 0
     margin: int = 0  # tries for no reason that was seen
     short: int = 0  # periods in a row that followed the plan and ran short
@@ -163,7 +166,7 @@ class Plans:
         a time. Its tensors may have grown (a cache), so it is measured anew each time.
         """
         if self._may_plan() and self._offload:  # without gradient nothing is recorded that could run again
-            self._begin(ended, lambda: self._known_anew(ended, repeats=True))
+            self._begin(ended, lambda: self._known_anew(ended, repeats=True, again=True))
 
     def _begin(self, ended: PeriodInfo, to_plan: Callable[[], _Known | None]) -> None:
         try:
@@ -182,8 +185,8 @@ class Plans:
             self._thread = thread
             thread.start()
 
-    def _known_anew(self, ended: PeriodInfo, *, repeats: bool) -> _Known:
-        known = self._known[ended["hash"]] = _Known(self.noted(repeats=repeats), ended["trials"], repeats)
+    def _known_anew(self, ended: PeriodInfo, *, repeats: bool, again: bool) -> _Known:
+        known = self._known[ended["hash"]] = _Known(self.noted(repeats=repeats), ended["trials"], repeats, again)
         self._known.move_to_end(ended["hash"])
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
@@ -202,16 +205,20 @@ class Plans:
             # gains nothing.
             if not self._may_plan() or (len(self._known) >= FIRST_PLANS and not before):
                 return None
-            # The very first makes the optimizer's states, and never comes again. One that comes again at once gets a better
-            # plan, as a cycle. Beside short periods both would be there too late to be followed.
-            if not before and (first or self._offload) and self._shorter_than_a_plan():
+            # The very first makes the optimizer's states, and never comes again; a plan of it would be in the way of the
+            # next one's. A period that comes again at once gets a better plan, as a cycle: beside short ones the first
+            # plan would be there too late to be followed.
+            if not before and (first or (self._offload and self._shorter_than_a_plan())):
                 return None
-            return self._known_anew(ended, repeats=repeats)
+            return self._known_anew(ended, repeats=repeats, again=before)
         self._known.move_to_end(key)
+        known.again = True
         if not self._may_plan():
             return None
-        if trials < known.trials or repeats > known.repeats or (known.made is None and self._is_tried_again(known)):
+        fresh = trials < known.trials or repeats > known.repeats
+        if fresh or not (known.searched or known.error) or (known.made is None and self._is_tried_again(known)):
             known.period, known.trials, known.repeats = self.noted(repeats=repeats), trials, repeats
+            known.searched = False
             # an earlier failure, or a plan that ran short, was of another plan
             known.tries = known.margin = known.short = 0
         elif ended["followed"] and self._runs_short(known, ended["short"]):
@@ -278,13 +285,19 @@ class Plans:
 
     def _make(self, known: _Known) -> None:
         known.error = ""
-        if known.made is None and self._planner in QUICK and known.period.ops >= QUICK_OPS:
+        quick: Made | None = None
+        other = known.made is None or known.repeats > known.cycle
+        if other and self._planner in QUICK and known.period.ops >= QUICK_OPS:
             quick = self._made(known, quick=True)
-            if known.error or (quick is not None and quick.overhead <= BETTER * (quick.lower_bound or 0.0)):
-                return  # no search makes it better by more
+            if known.error:
+                return
+            if quick is not None and not known.again:
+                return  # a long search is for a period that comes again
+        known.searched = True
+        if quick is None or quick.overhead > BETTER * (
+            quick.lower_bound or 0.0
+        ):  # else no search makes it better by more
             self._made(known, than=quick)
-        else:
-            self._made(known)
 
     def _made(self, known: _Known, *, quick: bool = False, than: Made | None = None) -> Made | None:
         """A plan that is followed from now on; None: there is none, or it is hardly better `than` the one that is followed."""
@@ -297,7 +310,7 @@ class Plans:
             if made is not None and than is not None and than.overhead <= BETTER * made.overhead:
                 made = None
             elif made is not None:
-                known.made = made
+                known.made, known.cycle = made, known.repeats
                 self._pager.add_plan(known.period.hashes, *made.rows)
                 self.made += 1
             elif than is None and not quick:  # one that runs short is better than none

@@ -360,3 +360,34 @@ def test_no_file_stays_open(file):
         run(weights)
         assert str(file) in opened()
     assert str(file) not in opened()
+
+
+def test_an_item_of_a_storage_is_read_without_room_for_all_of_it(file):
+    storage = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
+    expected = storage[EACH + 5]
+    with budget(EACH // 2) as mm:
+        assert storage[EACH : 2 * EACH][5] == expected
+        assert mm.stats()["cells"] == 0
+
+
+def test_an_item_of_a_storage_is_the_one_that_another_tensor_wrote(file):
+    with safe_open(file, "pt") as f:
+        first, second = f.get_tensor("w1"), f.get_tensor("w1")
+        storage = second.untyped_storage()
+        with budget(3 * LIMIT // 2):
+            first.fill_(7.0)
+            run({f"w{i}": f.get_tensor(f"w{i}") for i in range(2, COUNT)})  # it leaves
+            assert storage[3] == 0x40
+
+
+@pytest.mark.parametrize("function", ["asarray", "tensor", "as_tensor"])
+def test_a_tensor_of_a_storage_has_its_bytes_while_everything_leaves(file, function):
+    storage = load_file(file)["w0"].untyped_storage()
+    want = getattr(torch, function)(storage, dtype=torch.uint8)
+    with budget(4 * EACH, policy="torture"):
+        assert torch.equal(getattr(torch, function)(storage, dtype=torch.uint8), want)
+
+
+def test_a_tensor_of_a_storage_without_room_is_a_budget_error(file):
+    with budget(EACH // 2), pytest.raises(memmgr.BudgetError):
+        load_file(file)
