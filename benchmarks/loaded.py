@@ -1,10 +1,10 @@
-"""Models that are loaded from files, within a budget: memory as the kernel counts it, time, and bits.
+"""Measures models from files within a budget: memory as the kernel counts it, time, and bits.
 
     python benchmarks/loaded.py [--hidden 768] [--layers 12] [--tokens 16] [--steps 4] [--only generate] [--json FILE]
 
 A Llama in float32 lies in shards of safetensors, in the page cache. Every system runs in a process of its own, one after the
 other. `generate`: greedy decoding with a budget of a quarter of the weights; the first token, and the rate of the others.
-`train`: Hugging Face's Trainer (AdamW) in half of what the training needs without a budget. `lora`: peft's LoRA on the mapped
+`train`: Hugging Face's Trainer (AdamW) in half of its need without a budget. `lora`: peft's LoRA on the mapped
 base, in half of its need.
 
 The memory is the most that the resident set (VmHWM: anonymous memory, and pages of mapped files) grew from the moment
