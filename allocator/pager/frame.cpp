@@ -23,6 +23,16 @@ Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
   return made;
 }
 
+Cell* adopt_if_room(c10::StorageImpl* s, bool may_wait) {
+  try {
+    return adopt_in_budget(s, may_wait);
+  } catch (const c10::OutOfMemoryError&) {
+    if (!is_mapped(s)) throw;
+  }
+  share_mapping(s);
+  return nullptr;
+}
+
 void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
   const Depth depth;  // else it would wait for itself: who runs alone is counted
   std::optional<Admitted> alone;
@@ -72,12 +82,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
       return;
     }
     if (!adoptable(s)) return count_fixed_in_budget(s, may_wait_);
-    try {
-      c = adopt_in_budget(s, may_wait_);
-    } catch (const c10::OutOfMemoryError&) {
-      if (!reads_hardly_ || !is_mapped(s)) throw;
-      share_mapping(s);
-    }
+    c = reads_hardly_ ? adopt_if_room(s, may_wait_) : adopt_in_budget(s, may_wait_);
     if (!c) return;
   }
   if (c->small) {  // always there; pinned because it may end inside the op, and its writes are watched again after it

@@ -154,8 +154,9 @@ PyTypeObject pin_type = [] {
 }();
 
 // A pin of these. region: this thread's ops are not paged meanwhile, since whoever called reads what they make without
-// an op. reader: it lives as long as a call of this thread, which has said whether it writes.
-PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader) {
+// an op. reader: it lives as long as a call of this thread, which has said whether it writes. hardly: it reads one
+// element, so that a mapped storage for which there is no room stays where it is.
+PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader, bool hardly = false) {
   auto* self = PyObject_New(PinObject, &pin_type);
   if (!self) return nullptr;
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
@@ -172,7 +173,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
         if (!c && budget.open && written) grows_in_pool(s.get());
         if (!c && budget.open && adoptable(s.get())) {
           if (written || s->nbytes() >= budget.options.small_bytes)
-            c = adopt_in_budget(s.get(), tl_depth == 0);
+            c = hardly ? adopt_if_room(s.get(), tl_depth == 0) : adopt_in_budget(s.get(), tl_depth == 0);
           else
             share_mapping(s.get());
         }
@@ -212,6 +213,14 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   return result;
 }
 
+PyObject* pin_one(PyObject* addressed, bool hardly) {
+  PyObject* items = PyTuple_Pack(1, addressed);
+  if (!items) return nullptr;
+  std::vector<StoragePtr> storages = storages_of(items);
+  Py_DECREF(items);
+  return new_pin(std::move(storages), false, false, true, hardly);
+}
+
 // pin(sequence of tensors or cdatas[, written[, region[, held]]]) -> Pin. held: beyond this call.
 PyObject* py_pin(PyObject*, PyObject* args) {
   PyObject* sequence;
@@ -224,30 +233,18 @@ PyObject* py_pin(PyObject*, PyObject* args) {
   return new_pin(std::move(storages), written, region, !held);
 }
 
-// pin_known(tensor or cdata) -> Pin, or None if it is no cell: a number is read, for which no cell is made. Most
-// numbers are small tensors.
-PyObject* py_pin_known(PyObject*, PyObject* o) {
-  const bool none_pending = pending_slices.load(std::memory_order_relaxed) == 0;
-  if (C10_LIKELY(THPVariable_Check(o) && none_pending)) {
-    const c10::TensorImpl* t = THPVariable_Unpack(o).unsafeGetTensorImpl();
-    if (t->has_storage() && !cell_of(t->unsafe_storage().unsafeGetStorageImpl())) Py_RETURN_NONE;
-  }
-  PyObject* items = PyTuple_Pack(1, o);
-  if (!items) return nullptr;
-  std::vector<StoragePtr> storages = storages_of(items);
-  Py_DECREF(items);
-  if (storages.size() == 1 && none_pending && !cell_of(storages[0].get())) {
-    if (!budget.open) Py_RETURN_NONE;
-    return guarded([&]() -> PyObject* {  // no op reads it: the bytes have to be where it has them
-      {
-        const pybind11::gil_scoped_release released;
-        share_mapping(storages[0].get());
-      }
-      Py_RETURN_NONE;
-    });
-  }
-  return new_pin(std::move(storages), false, false, true);
+// pin_number(tensor) -> Pin, or None if the tensor is no cell: most numbers are small tensors.
+PyObject* py_pin_number(PyObject*, PyObject* o) {
+  if (!THPVariable_Check(o)) Py_RETURN_NONE;
+  const c10::TensorImpl* t = THPVariable_Unpack(o).unsafeGetTensorImpl();
+  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0) && t->has_storage() &&
+      !cell_of(t->unsafe_storage().unsafeGetStorageImpl()))
+    Py_RETURN_NONE;
+  return pin_one(o, false);
 }
+
+// pin_item(cdata) -> Pin: one element of the storage is read.
+PyObject* py_pin_item(PyObject*, PyObject* o) { return pin_one(o, true); }
 
 // beat(store, key, seconds) -> does it? a thread says in the store that this process runs; beat(): not any more.
 PyObject* py_beat(PyObject*, PyObject* args) {
@@ -399,7 +396,8 @@ PyMethodDef reader_methods[] = {
     {"names_differ", py_names_differ, METH_NOARGS, "has a living storage another name than its address?"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
-    {"pin_known", py_pin_known, METH_O, "pin_known(tensor or cdata) -> Pin or None"},
+    {"pin_number", py_pin_number, METH_O, "pin_number(tensor) -> Pin or None"},
+    {"pin_item", py_pin_item, METH_O, "pin_item(cdata) -> Pin"},
     {"beat", py_beat, METH_VARARGS, "beat(store, key, seconds): a sign of life that needs no GIL; beat(): no more"},
     {"beats", py_beats, METH_NOARGS, "how many of them the store has answered"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},

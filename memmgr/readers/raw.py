@@ -103,8 +103,6 @@ class RawReaders:
         wrap(torch.UntypedStorage, "__getitem__", self._item)
         for name, writes in STORAGE_METHODS.items():
             wrap(torch.UntypedStorage, name, functools.partial(self.scoped, writes=writes))
-        for name in ("asarray", "tensor", "as_tensor"):  # they copy the bytes of a storage without an op
-            wrap(torch, name, self._of_storage)
         # `torch.tensor([p[0], p[1]])` makes numbers of them with the pager's key switched off.
         for name in NUMBERS:
             wrap(torch.Tensor, name, self._number)
@@ -140,24 +138,13 @@ class RawReaders:
 
         return call
 
-    def _of_storage(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """As `scoped`, for a function that is seldom given a storage."""
-        one = self.scoped(original)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            of_storage = args and isinstance(args[0], torch.UntypedStorage | torch.storage.TypedStorage)
-            return one(*args, **kwargs) if of_storage else original(*args, **kwargs)
-
-        return call
-
     def _number(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """As `scoped`, for conversions to a number: they are frequent, and hardly any of their tensors is paged."""
-        pin_known = self._pager.pin_known
+        pin_number = self._pager.pin_number
 
         @functools.wraps(original)
         def call(tensor: torch.Tensor) -> Any:
-            pin = pin_known(tensor)  # noqa: F841  ends with this call
+            pin = pin_number(tensor)  # noqa: F841  ends with this call
             return original(tensor)
 
         return call
@@ -301,13 +288,13 @@ class RawReaders:
 
     def _item(self, original: Callable[..., Any]) -> Callable[..., Any]:
         whole = self._escaping(Escape.SLICE, original)
-        pin_known = self._pager.pin_known
+        pin_item = self._pager.pin_item
 
         @functools.wraps(original)
         def item(storage: Any, index: Any) -> Any:
             if isinstance(index, slice):
                 return whole(storage, index)
-            pin = pin_known(storage._cdata)  # noqa: F841  ends with this call
+            pin = pin_item(storage._cdata)  # noqa: F841  ends with this call
             return original(storage, index)
 
         return item

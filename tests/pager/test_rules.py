@@ -499,6 +499,18 @@ def test_an_exception_leaves_ordinary_tensors(pager: native.Pager) -> None:
     assert torch.Tensor.numpy is before
 
 
+def test_constructors_are_known_to_a_device_context_within_a_budget() -> None:
+    """torch keeps them in a set: a function of ours in the place of one would run without the context's device."""
+    known = torch.utils._device._device_constructors
+    known.cache_clear()
+    before = known()
+    with memmgr.budget(LIMIT, quiet=True):
+        known.cache_clear()
+        assert known() == before
+        with torch.device("meta"):
+            assert torch.tensor([1.0]).device.type == "meta"
+
+
 def test_the_end_of_a_storage_is_told(opened: native.Pager) -> None:
     before = opened.stats()["cells"]
     for _ in range(3):
