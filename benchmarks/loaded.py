@@ -34,6 +34,7 @@ import memmgr
 
 SPARE = 64_000_000
 PROMPT = 8
+TINY = "tiny"  # the folder of a model that is run first
 
 
 def memory(name: str) -> int:
@@ -174,18 +175,18 @@ KINDS = {"generate": GENERATE, "train": TRAIN, "lora": LORA}
 
 
 def child(kind: str, name: str, folder: str, limit: int | None, args: Any, pipe: Connection) -> None:
+    """Runs one system, after a tiny model has loaded its imports."""
     torch.set_num_threads(args.threads)
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    with within(1 << 30):  # loads the pager before memory is measured
-        torch.ones(8).sum()
-    gc.collect()
-    there = memory("VmRSS")
-    forget_peak()
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            KINDS[kind][name][0](str(Path(folder) / TINY), limit, args)
+            gc.collect()
+            there = memory("VmRSS")
+            forget_peak()
             found = KINDS[kind][name][0](folder, limit, args)
         found["peak"] -= there
     except Exception as error:
@@ -221,19 +222,21 @@ def main() -> None:
     torch.manual_seed(0)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=8000,
-                hidden_size=args.hidden,
-                intermediate_size=8 * args.hidden // 3,
-                num_hidden_layers=args.layers,
-                num_attention_heads=12,
-                num_key_value_heads=4,
+        weights = 0
+        for hidden, layers, path in ((96, 1, Path(folder) / TINY), (args.hidden, args.layers, Path(folder))):
+            model = LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=8000,
+                    hidden_size=hidden,
+                    intermediate_size=8 * hidden // 3,
+                    num_hidden_layers=layers,
+                    num_attention_heads=12,
+                    num_key_value_heads=4,
+                )
             )
-        )
-        weights = sum(p.nbytes for p in model.parameters())
-        model.save_pretrained(folder, max_shard_size="100MB")
-        del model
+            weights = sum(p.nbytes for p in model.parameters())
+            model.save_pretrained(path, max_shard_size="100MB")
+            del model
         print(f"{weights / 1e6:.0f} MB of weights, {args.threads} threads")
         for kind, systems in KINDS.items():
             if args.only not in (None, kind):
