@@ -261,6 +261,7 @@ PyObject* py_failed_op(PyObject*, PyObject*) {
 PyObject* py_drain(PyObject*, PyObject*) {
   Py_BEGIN_ALLOW_THREADS;
   drop_what_waits();
+  poll_transfers();
   Py_END_ALLOW_THREADS;
   poll_works();
   Py_RETURN_NONE;
@@ -322,7 +323,7 @@ PyMethodDef figure_methods[] = {
     {"failed_op", py_failed_op, METH_NOARGS,
      "the op of this thread that found no room, once: its name (empty: no op), what it needs (0: not known), its "
      "arguments, its largest result, in bytes"},
-    {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
+    {"drain", py_drain, METH_NOARGS, "looks at references that wait, and at works and transfers that have ended"},
     {"leave_out", py_leave_out, METH_O, "stream rules (a mask) that are not kept; for tests"},
     {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},
     {nullptr, nullptr, 0, nullptr}};
