@@ -89,11 +89,7 @@ class _NotPagedError(Exception):
 
 
 def _kernels(graph: Any, call: Any, code: CodeType | None) -> dict[str, str]:
-    """The kernels of a graph by their names in its module, each with a letter for each argument (`Pager.page_kernel`).
-
-    Raises:
-        _NotPagedError: it is not such a graph.
-    """
+    """The kernels of a graph; raises _NotPagedError if it cannot be paged."""
     from torch._inductor import codecache
 
     template = getattr(getattr(codecache, "CppPythonBindingsCodeCache", None), "suffix_template", "")
@@ -102,6 +98,16 @@ def _kernels(graph: Any, call: Any, code: CodeType | None) -> dict[str, str]:
     source, key = getattr(graph, "source_code", None), getattr(graph, "cache_key", None)
     if code is None or not source or os.path.basename(code.co_filename) != f"{key}.py" or code.co_name != "call":
         raise _NotPagedError("it is called through code that Inductor did not write")
+    return kernels_in(source)
+
+
+def kernels_in(source: str) -> dict[str, str]:
+    """The kernels that a module of Inductor's loads, by their names in it, each with a letter for each argument
+    (`Pager.page_kernel`).
+
+    Raises:
+        _NotPagedError: it has other code as well.
+    """
     found: dict[str, str] = {}
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign | ast.Expr):
