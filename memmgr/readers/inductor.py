@@ -21,7 +21,7 @@ import torch
 
 from memmgr.native.pager import Pager
 
-_NUMBERS = frozenset(("int64_t", "int32_t", "int16_t", "int8_t", "uint8_t", "bool", "double", "float", "long", "int"))
+_NUMBERS = frozenset(("int64_t", "long", "float", "double"))
 # How a kernel takes its arguments (`CppPythonBindingsCodeCache.suffix_template`). A release that has another way is not
 # paged before somebody has looked at it.
 _BINDING = (
@@ -96,9 +96,10 @@ def _kernels(graph: Any, call: Any, code: CodeType | None) -> dict[str, str]:
     if not all(part in template for part in _BINDING):
         raise _NotPagedError(f"torch {torch.__version__} binds kernels in another way")
     source, key = getattr(graph, "source_code", None), getattr(graph, "cache_key", None)
+    kernels = kernels_in(source) if source else {}
     if code is None or not source or os.path.basename(code.co_filename) != f"{key}.py" or code.co_name != "call":
         raise _NotPagedError("it is called through code that Inductor did not write")
-    return kernels_in(source)
+    return kernels
 
 
 def kernels_in(source: str) -> dict[str, str]:
