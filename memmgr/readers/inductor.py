@@ -40,7 +40,8 @@ class PagedGraphs:
     def __init__(self, pager: Pager, device: torch.device) -> None:
         self._pager = pager
         self._on_cpu = device.type == "cpu"
-        self._known: dict[int, tuple[CodeType | None, bool]] = {}  # by the code's id, since equal code may differ in kernels
+        # By the id of the code of `call`: two of them may be equal and call other kernels.
+        self._known: dict[int, tuple[CodeType | None, bool]] = {}
         self._lock = threading.Lock()
         self._told = False  # one warning a budget
 

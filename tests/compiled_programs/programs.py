@@ -25,7 +25,8 @@ class Attention(nn.Module):
         self.words = nn.Embedding(words, width)
         self.norm = nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.head = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Linear(width, words)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, words)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.words(x)

@@ -25,7 +25,8 @@ from .programs import Training, bits
 pytestmark = [
     # The warning comes from torch's own modules, which inductor imports.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # of Dynamo's own look at a tensor
+    # Dynamo looks at a tensor's gradient.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("error:memmgr"),
 ]
 
@@ -244,6 +245,20 @@ def planned_sizes() -> Iterator[None]:
     native.count_ticks(3000)
     yield
     native.count_ticks(0)
+
+
+@pytest.mark.slow  # compiling torch's headers takes 15 s of a processor
+def test_a_graph_that_is_one_call_of_c_is_pinned_as_a_whole() -> None:
+    model, x = layers(256, 64, 2)
+    compiled = torch.compile(model, dynamic=False, options={"cpp_wrapper": True})
+
+    def run(opened: Callable[[], Any] = contextlib.nullcontext) -> str:
+        with torch.no_grad(), opened():
+            return bits([compiled(x)])
+
+    want = run()
+    with pytest.warns(RuntimeWarning, match=r"not paged.*it has code made by load_pybinding\(\)"):
+        assert run(budget(4 << 20, "torture")) == want
 
 
 @pytest.mark.slow  # the second process imports Inductor, which takes four seconds of a processor
