@@ -56,7 +56,7 @@ void touch(const Kernel& kernel, PyObject* args, Frame* frame) {
   for_each_tensor(kernel, args, [&](c10::TensorImpl* t, bool written) { frame->tensor(t, written); });
 }
 
-// The kernel's bytes are in memory and pinned when this returns, and what it writes has a new version.
+// When this returns, the kernel's tensors are in memory and pinned, and the written ones have a new version.
 void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame, std::optional<Admitted>* admitted) {
   bool alone = false;
   for (int pauses = 0;;) {
@@ -77,7 +77,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
     }
     frame->release();
     admitted->reset();
-    if (pauses > 0) wait_for_others(kPauseSeconds);  // until they have touched what they have made
+    if (pauses > 0) wait_for_others(kPauseSeconds);  // until their newborns can be evicted
     touch(kernel, args, frame);
   }
 }

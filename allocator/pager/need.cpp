@@ -79,7 +79,7 @@ Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IV
 
 thread_local FailedOp tl_failed;
 
-// What an op is given.
+// The tensors that an op is given.
 struct Given {
   std::vector<StoragePtr> cells;
   uint64_t all = 0, unmanaged = 0, gaps = 0, largest = 0;  // bytes

@@ -46,8 +46,8 @@ class PagedGraphs:
         self._told = False  # one warning a budget
 
     def paged(self, graph: Any) -> bool:
-        """Whether each launch and op of this graph pages its own tensors. At its first call in the budget its kernels become
-        the pager's.
+        """Returns whether each launch and op of this graph pages its own tensors. At its first call in the budget its
+        kernels become the pager's.
         """
         call = getattr(graph, "current_callable", None)
         code = getattr(getattr(call, "__func__", call), "__code__", None)

@@ -126,7 +126,7 @@ def test_the_floor_is_the_working_set_of_the_largest_launch() -> None:
 
 
 def test_arguments_of_a_const_type_are_not_written() -> None:
-    """What the types of a kernel's arguments say is all that the pager knows of its writes."""
+    """The pager knows of a kernel's writes by the types of its arguments alone."""
     training = Training("convolutions")
     training.run(steps=1)
     modules = importlib.import_module("torch._inductor.codecache").PyCodeCache.modules
