@@ -14,7 +14,7 @@ import ast
 import os
 import threading
 import warnings
-from types import BuiltinFunctionType, CodeType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -79,9 +79,8 @@ class PagedGraphs:
     def _page(self, kernels: dict[str, str], call: Any) -> None:
         for name, args in kernels.items():
             function = call.__globals__.get(name)
-            if not isinstance(function, BuiltinFunctionType) or not self._pager.page_kernel(
-                function, function.__self__.__name__, f"inductor::{name}", args
-            ):
+            library = getattr(getattr(function, "__self__", None), "__name__", "")  # a hash of the kernel's source
+            if not self._pager.page_kernel(function, library, f"inductor::{name}", args):
                 raise _NotPagedError(f"{name} is bound in another way")
 
 
