@@ -101,24 +101,6 @@ bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
   return true;
 }
 
-// What an op has touched leaves, whoever holds it: all of it by turns (torture), or what can be made again.
-void send_away(Frame* frame, std::unique_ptr<Frame>* extra, bool by_turns) {
-  c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    for (const Touched& t : frame->cells())
-      if (by_turns || may_be_dropped_locked(t.cell))
-        if (StoragePtr held = hold(t.cell)) out.emplace_back(t.cell, std::move(held));
-  }
-  frame->release();
-  extra->reset();
-  static std::atomic<int> turn{0};
-  for (auto& [cell, held] : out) {
-    if (cell_of(held.get()) == cell) let_go(cell, by_turns && turn++ % 2 ? Way::kOffload : Way::kEvict);
-    drop(std::move(held));
-  }
-}
-
 uint64_t room_for_states() { return mm_arena_budget(budget.arena) / 4 * 3; }
 
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
@@ -206,8 +188,10 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   // An optimizer's new states have no bytes until it touches them, where room is short: else nobody would gain by it.
   const bool unborn = info->fills && tl_making_states && mm_arena_resident(budget.arena) > room_for_states();
-  if (C10_UNLIKELY((budget.options.torture || unborn) && depth.outermost()))
-    send_away(&frame, &extra, budget.options.torture);
+  if (C10_UNLIKELY((budget.options.torture || unborn) && depth.outermost())) {
+    extra.reset();
+    send_away(&frame, budget.options.torture);
+  }
 }
 
 void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
@@ -436,6 +420,22 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }
 
 }  // namespace
+
+void send_away(Frame* frame, bool by_turns) {
+  c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (const Touched& t : frame->cells())
+      if (by_turns || may_be_dropped_locked(t.cell))
+        if (StoragePtr held = hold(t.cell)) out.emplace_back(t.cell, std::move(held));
+  }
+  frame->release();
+  static std::atomic<int> turn{0};
+  for (auto& [cell, held] : out) {
+    if (cell_of(held.get()) == cell) let_go(cell, by_turns && turn++ % 2 ? Way::kOffload : Way::kEvict);
+    drop(std::move(held));
+  }
+}
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) {
   for (const RawReader& reader : raw_readers())

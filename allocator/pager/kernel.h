@@ -4,6 +4,7 @@
 #include <c10/core/DispatchKey.h>
 
 #include "cell.h"
+#include "frame.h"
 
 namespace memmgr::pager {
 
@@ -16,5 +17,9 @@ constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
 void raise_budget_error(const c10::OutOfMemoryError& e);
 void raise_budget_error_of_python();          // the same, where an op written in Python has ended with torch's error
 void raise_wrong_bytes(const c10::Error& e);  // the same, as memmgr.RecomputeError
+
+// The cells of an op that has run are evicted: all of them by turns (torture), or those that can be made again.
+// Releases the frame.
+void send_away(Frame* frame, bool by_turns);
 
 }  // namespace memmgr::pager

@@ -26,6 +26,7 @@
 #include "hold.h"
 #include "hooks.h"
 #include "kernel.h"
+#include "launch.h"
 #include "mapped.h"
 #include "module_plans.h"
 #include "module_ranking.h"
@@ -464,8 +465,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   if (module &&
       (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
        PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, gradient_methods) < 0 ||
-       PyModule_AddFunctions(module, object_methods) < 0 || PyModule_AddFunctions(module, observe_methods) < 0 ||
-       PyModule_AddFunctions(module, pool_methods) < 0))
+       PyModule_AddFunctions(module, launch_methods) < 0 || PyModule_AddFunctions(module, object_methods) < 0 ||
+       PyModule_AddFunctions(module, observe_methods) < 0 || PyModule_AddFunctions(module, pool_methods) < 0))
     Py_CLEAR(module);
   if (module) guard_new_hooks();
   return module;

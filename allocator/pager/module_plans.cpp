@@ -127,9 +127,7 @@ PyObject* py_timeline(PyObject*, PyObject*) {
   for (const OpNote& op : t.ops) {
     const auto [at, fresh] = numbers.try_emplace(op.info, static_cast<int32_t>(numbers.size()));
     if (fresh) {
-      const auto& name = op.info->op.operator_name();
-      PyObject* text =
-          PyUnicode_FromString((name.name + (name.overload_name.empty() ? "" : "." + name.overload_name)).c_str());
+      PyObject* text = PyUnicode_FromString(op.info->name().c_str());
       if (!text || PyList_Append(list, text) != 0) {
         Py_XDECREF(text);
         Py_DECREF(list);

@@ -79,6 +79,37 @@ Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IV
 
 thread_local FailedOp tl_failed;
 
+// The tensors that an op is given.
+struct Given {
+  std::vector<StoragePtr> cells;
+  uint64_t all = 0, unmanaged = 0, gaps = 0, largest = 0;  // bytes
+
+  void add(c10::TensorImpl* t) {
+    if (!t || !t->has_storage()) return;
+    c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
+    if (!s || !seen_.insert(s).second) return;
+    all += rounded(s->nbytes());
+    largest = std::max(largest, rounded(s->nbytes()));
+    const Cell* c = cell_of(s);
+    if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
+    if (c && !c->small) cells.push_back(StoragePtr::reclaim_copy(s));
+    if (!c && adoptable(s) && s->nbytes() >= budget.options.small_bytes) unmanaged += rounded(s->nbytes());
+  }
+
+ private:
+  std::unordered_set<const c10::StorageImpl*> seen_;
+};
+
+void note_need_of(const Given& given, const Made& made) {
+  tl_failed.read_bytes = given.all;
+  tl_failed.result_bytes = std::max(tl_failed.result_bytes, made.bytes ? made.largest : given.largest);
+  if (given.cells.empty() && !given.unmanaged) return;  // its results are its only need, and it has asked for them
+  const uint64_t beside =
+      bytes_beside_what_stays(given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
+  tl_failed.need_bytes = bytes_that_stay() + beside + given.gaps + given.unmanaged + made.bytes;
+  note_floor(tl_failed.need_bytes);
+}
+
 }  // namespace
 
 FailedOp failed_op() { return std::exchange(tl_failed, {}); }
@@ -90,33 +121,18 @@ void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::j
   // A list op runs in slices, and an op that is not torch's may do anything.
   if (!info->torchs || info->list_op || stack.size() < n) return;
   const c10::IValue* args = stack.data() + stack.size() - n;
-  std::vector<StoragePtr> read;
-  std::unordered_set<const c10::StorageImpl*> seen;
-  uint64_t all = 0, unmanaged = 0, gaps = 0, largest = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (!info->may_hold_tensors[i]) continue;
-    each_tensor(
-        args[i],
-        [&](c10::TensorImpl* t) {
-          if (!t || !t->has_storage()) return;
-          c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
-          if (!s || !seen.insert(s).second) return;
-          all += rounded(s->nbytes());
-          largest = std::max(largest, rounded(s->nbytes()));
-          const Cell* c = cell_of(s);
-          if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
-          if (c && !c->small) read.push_back(StoragePtr::reclaim_copy(s));
-          if (!c && adoptable(s) && s->nbytes() >= budget.options.small_bytes) unmanaged += rounded(s->nbytes());
-        },
-        [](c10::StorageImpl*) {});
-  }
-  const Made made = info->seeded ? Made{} : bytes_made(op, info, args, n);
-  tl_failed.read_bytes = all;
-  tl_failed.result_bytes = std::max(tl_failed.result_bytes, made.bytes ? made.largest : largest);
-  if (read.empty() && !unmanaged) return;  // its results are its only need, and it has asked for them
-  const uint64_t beside = bytes_beside_what_stays(read.size(), [&](size_t i) { return cell_of(read[i].get()); });
-  tl_failed.need_bytes = bytes_that_stay() + beside + gaps + unmanaged + made.bytes;
-  note_floor(tl_failed.need_bytes);
+  Given given;
+  for (size_t i = 0; i < n; ++i)
+    if (info->may_hold_tensors[i])
+      each_tensor(args[i], [&](c10::TensorImpl* t) { given.add(t); }, [](c10::StorageImpl*) {});
+  note_need_of(given, info->seeded ? Made{} : bytes_made(op, info, args, n));
+}
+
+void note_need(const std::string& kernel, const std::vector<c10::TensorImpl*>& tensors) {
+  tl_failed.name = kernel;
+  Given given;
+  for (c10::TensorImpl* t : tensors) given.add(t);
+  note_need_of(given, {});  // it makes nothing that it is not given
 }
 
 }  // namespace memmgr::pager

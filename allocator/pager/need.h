@@ -4,6 +4,7 @@
 #include <ATen/core/stack.h>
 
 #include <string>
+#include <vector>
 
 #include "ops.h"
 
@@ -13,6 +14,9 @@ namespace memmgr::pager {
 // Known limitations: an op whose results depend on values (a mask as index) counts with its arguments alone, and so
 // does one that draws.
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack);
+
+// The same of a compiled graph's kernel, which is given all that it reads and writes.
+void note_need(const std::string& kernel, const std::vector<c10::TensorImpl*>& tensors);
 
 // The op of this thread that found no room.
 struct FailedOp {

@@ -372,6 +372,15 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   if (positional_outputs && returns && !adds_to_out().count(name)) overwriter = true;
 }
 
+OpInfo::OpInfo(std::string name)
+    : op(c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "")), kernel(std::move(name)) {}
+
+std::string OpInfo::name() const {
+  if (!kernel.empty()) return kernel;
+  const auto& name = op.operator_name();
+  return name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+}
+
 bool runs_above_the_kernel(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   if (own_namespaces().count(name.substr(0, name.find("::")))) return false;
@@ -417,6 +426,13 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
   if (!info || (then != ended && !(info->torchs && is_torchs(op)))) info = new OpInfo(op);
   then = ended;
   e = {hash, info, ended};
+  return info;
+}
+
+OpInfo* info_of_kernel(const std::string& key, const std::string& name) {
+  static auto* all = new std::unordered_map<std::string, OpInfo*>;  // the GIL is held
+  OpInfo*& info = (*all)[key];
+  if (!info) info = new OpInfo(name);
   return info;
 }
 

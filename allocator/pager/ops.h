@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace memmgr::pager {
@@ -34,6 +35,7 @@ const std::vector<RawReader>& raw_readers();
 
 struct OpInfo {
   c10::OperatorHandle op;
+  std::string kernel;  // the name of a compiled graph's kernel (launch.h), and `op` says nothing; empty: it is an op
   OpClass kind = OpClass::kOrdinary;
   bool torchs = false;         // aten or prims
   bool recordable = false;     // aten or prims, functional or with one declared write, nothing hidden
@@ -67,6 +69,8 @@ struct OpInfo {
   std::atomic<uint64_t> scratch_bytes{0};  // what it allocated lately, at most
 
   explicit OpInfo(const c10::OperatorHandle& handle);
+  explicit OpInfo(std::string name);  // of a compiled graph's kernel
+  std::string name() const;           // with the overload's
   // May two runs of this call differ, because threads write in the order in which they come?
   bool differs_by_chance(const c10::IValue* args, bool on_accelerator) const {
     if (!adds_in_any_order || !on_accelerator) return races;
@@ -83,5 +87,7 @@ bool runs_above_the_kernel(const c10::OperatorHandle& op);
 
 // Cached for the life of the process.
 OpInfo* info_of(const c10::OperatorHandle& op);
+// The same, of a compiled graph's kernel; the key names its source.
+OpInfo* info_of_kernel(const std::string& key, const std::string& name);
 
 }  // namespace memmgr::pager

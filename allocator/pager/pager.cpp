@@ -20,6 +20,7 @@
 #include "hooks.cpp"
 #include "kernel.cpp"
 #include "kinds.cpp"
+#include "launch.cpp"
 #include "list_ops.cpp"
 #include "loops.cpp"
 #include "mapped.cpp"

@@ -15,6 +15,7 @@ from memmgr.native.pager import Pager
 from .captures import Captures
 from .distributed import Reducers
 from .extensions import Extensions
+from .inductor import PagedGraphs
 from .names import pointers
 from .patches import Patches
 from .raw import RawReaders
@@ -35,7 +36,8 @@ class Readers:
         self._pager = pager
         self._meant_by = meant_by  # turns an error of torch's into a BudgetError
         self._patches = Patches()
-        self._raw = RawReaders(pager, self._patches)
+        self.graphs = PagedGraphs(pager, device)
+        self._raw = RawReaders(pager, self._patches, self.graphs)
         self._reducers = Reducers(pager, self._patches)
         self._extensions = Extensions(pager, self._patches)
         self._captures = Captures(pager, device, self._patches)
@@ -87,6 +89,7 @@ class Readers:
         self._patches.undo()
         pointers.end()
         self._extensions.remove()
+        self.graphs.remove()
 
     def escaped(self) -> dict[str, int]:
         """Where addresses were handed out for good: `module:line`, and how often."""

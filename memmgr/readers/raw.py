@@ -22,6 +22,7 @@ import torch
 from memmgr._exported import exported
 from memmgr.native.pager import Addressed, Escape, Pager
 
+from .inductor import PagedGraphs
 from .names import addressed_of, only_compares, pointers
 from .patches import Patches
 
@@ -75,8 +76,9 @@ def storages(values: Iterable[Any]) -> list[Addressed]:
 class RawReaders:
     """The patches of one budget on torch and on other libraries that read raw bytes."""
 
-    def __init__(self, pager: Pager, patches: Patches) -> None:
+    def __init__(self, pager: Pager, patches: Patches, graphs: PagedGraphs) -> None:
         self._pager = pager
+        self._graphs = graphs
         self._patches = patches
         self._scope = threading.local()
         self.sites: Counter[str] = Counter()  # where addresses escaped
@@ -235,11 +237,13 @@ class RawReaders:
         self._patches.wrap(module.CompiledFxGraph, "__call__", self._compiled)
 
     def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled graph reads its inputs, its constants and its own buffers by address."""
-        pager = self._pager
+        """A compiled graph that is not paged reads its inputs, its constants and its own buffers by address."""
+        pager, paged = self._pager, self._graphs.paged
 
         @functools.wraps(original)
         def call(graph: Any, inputs: Any) -> Any:
+            if paged(graph):
+                return original(graph, inputs)
             written = [inputs[i] for i in getattr(graph, "mutated_input_idxs", None) or () if i < len(inputs)]
             constants = getattr(graph, "constants", None) or {}
             writes = pager.pin(storages(written), True)

@@ -14,16 +14,20 @@ from memmgr.readers.patches import Patches
 
 
 class CompiledGraphs:
-    """The compiled graph that each thread is in, and its errors, for one budget.
+    """The compiled graph that each thread is in, unless it is paged, and its errors, for one budget.
 
     Args:
         spent: the error of a thread that found no room, from the allocator's message.
         refusal: the allocator's last message to this thread; empty once a later request succeeded.
+        paged: whether a graph is paged launch by launch. Its errors are those of the eager code around it.
     """
 
-    def __init__(self, spent: Callable[[str], BudgetError], refusal: Callable[[], str]) -> None:
+    def __init__(
+        self, spent: Callable[[str], BudgetError], refusal: Callable[[], str], paged: Callable[[Any], bool]
+    ) -> None:
         self._spent = spent
         self._refusal = refusal
+        self._paged = paged
         self._patches = Patches()
         self._local = threading.local()
 
@@ -38,7 +42,7 @@ class CompiledGraphs:
         self._patches.undo()
 
     def running(self) -> str:
-        """The compiled model that the calling thread is in the graph of, by its class; empty: it is in none."""
+        """The compiled model that the calling thread is in the graph of, by its class; empty: it is in none that is not paged."""
         if not getattr(self._local, "depth", 0):
             return ""
         frame: FrameType | None = sys._getframe(1)
@@ -57,6 +61,8 @@ class CompiledGraphs:
     def _explained(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._paged(args[0]):
+                return original(*args, **kwargs)
             self._local.depth = getattr(self._local, "depth", 0) + 1
             try:
                 self._refusal()

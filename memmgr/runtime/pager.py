@@ -91,7 +91,9 @@ class PagerRuntime:
             None if config.need is None else Sizing(config.need, config, self.native, self.plans, self._happened)
         )
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
-        self._graphs = CompiledGraphs(lambda text: self._explain.spent(text), self.native.refusal)
+        self._graphs = CompiledGraphs(
+            lambda text: self._explain.spent(text), self.native.refusal, self._readers.graphs.paged
+        )
         self._explain = Explainer(
             config,
             self.native,
