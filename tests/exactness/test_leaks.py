@@ -316,8 +316,9 @@ def main(name: str, policy: str) -> None:
     [(n, "auto") for n in SCENARIOS]
     + [
         ("thousand_passes", "torture"),
-        ("thousand_passes", "evict"),
-        ("thousand_passes", "offload"),
+        # auto does both
+        pytest.param("thousand_passes", "evict", marks=pytest.mark.slow),
+        pytest.param("thousand_passes", "offload", marks=pytest.mark.slow),
         ("hidden_state_carried", "evict"),
         ("running_value_without_grad", "evict"),
     ],
