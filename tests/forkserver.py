@@ -300,6 +300,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     sys.path.remove(str(Path(__file__).parent))
     if not request["safe"] and not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, {"-c": "", "-m": os.getcwd()}.get(kind, str(Path(what).resolve().parent)))
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # found anew, by this program's TMPDIR
     main = sys.modules["__main__"].__dict__
     for name in ("serve", "sys"):
         main.pop(name, None)

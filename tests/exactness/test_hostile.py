@@ -1298,13 +1298,15 @@ pytestmark = [
 
 
 def _every_mode() -> Iterator[Any]:
-    """By turns evict or offload in `make test`, the other is slow. So is torture of thousands of ops: the same holes run
-    under auto and one of these, and torture of each other hole.
+    """By turns evict or offload in `make test`, the other is slow. So are torture and offload of thousands of ops: the same
+    holes run under auto and evict, and torture of each other hole.
     """
     for nth, name in enumerate(HOLES):
         for mode in MODES:
-            slow = mode == MODES[2 + nth % 2] or (name in _HEAVY and mode == "torture")
-            yield pytest.param(name, mode, marks=[pytest.mark.slow] if slow else [], id=f"{name}-{mode}")
+            slow = mode in ("torture", "offload@50") if name in _HEAVY else mode == MODES[2 + nth % 2]
+            marks = [pytest.mark.slow] * slow
+            marks += [pytest.mark.rule(10)] * (name == "chain_of_5000_unsaved_ops")  # run again one by one, not recursively
+            yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 
 
 @pytest.mark.parametrize(("name", "mode"), list(_every_mode()))

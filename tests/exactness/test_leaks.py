@@ -315,8 +315,8 @@ def main(name: str, policy: str) -> None:
     ("name", "policy"),
     [(n, "auto") for n in SCENARIOS]
     + [
-        ("thousand_passes", "torture"),
-        # auto does both
+        # auto does all that these do
+        pytest.param("thousand_passes", "torture", marks=pytest.mark.slow),
         pytest.param("thousand_passes", "evict", marks=pytest.mark.slow),
         pytest.param("thousand_passes", "offload", marks=pytest.mark.slow),
         ("hidden_state_carried", "evict"),

@@ -230,7 +230,7 @@ def test_shell(block: Block, place: tuple[Path, dict[str, str], int]) -> None:
         if command.startswith("memmgr top") and "--once" not in command:
             command += " --once"  # it would watch for ever
         if "--policy all" in command:
-            command += " --solver-seconds 1"  # with the best that they have found by then
+            command += " --solver-seconds 0.3"  # with the best that they have found by then
         _runs(command, folder, env)
 
 
