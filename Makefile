@@ -74,8 +74,8 @@ demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the
 # A file's tests share fixtures, so a file is one worker's; tests/conftest.py puts the longest first.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup compiled ## what a change has to pass, in 12 minutes on two cores
-	@echo "make test: about 12 minutes on two cores; make test-fast takes two"
+test: setup compiled ## what a change has to pass
+	@echo "make test: 12 to 17 minutes on two cores; make test-fast takes two"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-fast: setup compiled ## a case a rule, the core, policies, the text of tools, in two minutes

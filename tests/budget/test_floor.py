@@ -256,13 +256,10 @@ LOOPS: dict[str, Callable[[], object]] = {
 }
 
 
-# Of the trainings, those with the most ops and the least; the floors of all are measured above.
+# The trainings with the most ops and the least; the floors of all are measured above.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in MODELS and name not in ("gpt", "lstm")))
-        for name in LOOPS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in MODELS and name not in ("gpt", "lstm"))) for name in LOOPS],
 )
 def test_recording_keeps_nothing_alive(name: str) -> None:
     """Live bytes under an unlimited budget, by our books and by torch's profiler, are at most plain torch's and 1 %."""

@@ -323,7 +323,9 @@ def test_a_full_disk_with_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "after", "code"),
     [
-        pytest.param(name, after, code, marks=[pytest.mark.slow] * ((name == "gpt") == bool(after) == (code == errno.EIO)))
+        pytest.param(
+            name, after, code, marks=[pytest.mark.slow] * ((name == "gpt") == bool(after) == (code == errno.EIO))
+        )
         for name in BOTH
         for after in (0, 5)
         for code in (errno.EIO, errno.ENOSPC)

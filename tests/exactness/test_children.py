@@ -246,7 +246,7 @@ def _unmanaged_child_trains(model: nn.Module, loss: torch.Tensor, record: Record
 FORKS["child_trains"] = _forks(_unmanaged_child_trains)
 
 
-# What a child does with cells in the tier and with evicted ones differs where it reads them: there all modes run.
+# A child that reads inherited cells does so by the mode: those run in all modes.
 _EACH_MODE = ("child_runs_backward", "child_frees_everything")
 
 

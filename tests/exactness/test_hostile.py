@@ -1305,7 +1305,9 @@ def _every_mode() -> Iterator[Any]:
         for mode in MODES:
             slow = mode in ("torture", "offload@50") if name in _HEAVY else mode == MODES[2 + nth % 2]
             marks = [pytest.mark.slow] * slow
-            marks += [pytest.mark.rule(10)] * (name == "chain_of_5000_unsaved_ops")  # run again one by one, not recursively
+            marks += [pytest.mark.rule(10)] * (
+                name == "chain_of_5000_unsaved_ops"
+            )  # run again one by one, not recursively
             yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 
 

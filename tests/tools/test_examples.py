@@ -53,7 +53,9 @@ def _marks(command: str, name: str) -> list[pytest.MarkDecorator]:
 
 
 CASES = [
-    pytest.param(command, marks=_marks(command, path.stem), id=command) for path in EXAMPLES for command in commands_of(path)
+    pytest.param(command, marks=_marks(command, path.stem), id=command)
+    for path in EXAMPLES
+    for command in commands_of(path)
 ]
 
 
