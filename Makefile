@@ -12,6 +12,8 @@ SHELL := /bin/bash
 
 VENV := .venv
 PY := $(VENV)/bin/python
+# Python compiles a module when it is first imported, and most of these modules never are.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 PYTEST_ARGS ?=
 # Each test process computes with one thread.
 WORKERS ?= 2
@@ -21,7 +23,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test compiled test-ops test-foreign soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
+.PHONY: help setup demo test test-fast test-all compiled test-ops test-foreign soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,20 +40,28 @@ $(VENV)/.python:
 
 # torch and the build tools first: the package is then built against them, without an isolated second copy.
 $(VENV)/.requirements: $(VENV)/.python pyproject.toml
-	$(PY) -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.11" "cmake>=3.18" ninja
+	$(INSTALL) "scikit-build-core>=0.11" "cmake>=3.18" ninja
 ifdef TORCH
-	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(INSTALL) "$(TORCH)"
 else ifeq ($(GPU),)
-	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(INSTALL) torch==2.13.0
 else
-	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.16"
+	$(PY) -c 'import torch' 2>/dev/null || $(INSTALL) "torch>=2.11,<2.16"
 endif
 	@touch $@
 
 # The editable install finds Python sources where they lie, by a table: the native half has to be built again, and the table
 # made again when a folder comes.
-$(VENV)/.installed: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr/*/__init__.py tools/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,demo,dev]"
+$(VENV)/.package: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr/*/__init__.py tools/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
+	$(INSTALL) --no-build-isolation -e .
+	@touch $@
+
+# The packages of tests, demo and lint are installed beside the compiling of `compiled`, which needs none of them.
+EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*extras["test"], *extras["demo"], *extras["dev"], sep="\n")
+$(VENV)/.installed: $(VENV)/.package pyproject.toml
+	$(PY) -c '$(EXTRAS)' > $(VENV)/extras
+	$(INSTALL) -r $(VENV)/extras
 	@touch $@
 
 setup: $(VENV)/.installed ## make .venv with everything in it
@@ -61,10 +71,23 @@ setup: $(VENV)/.installed ## make .venv with everything in it
 demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits
 	$(PY) -P -m memmgr.tools.cli demo $(DEMO_ARGS)
 
-test: setup ## the test suite (a fixed share of the operator database included)
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+# A file's tests share fixtures, so a file is one worker's; tests/conftest.py puts the longest first.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-compiled: setup ## what the tests would compile on their way
+test: setup compiled ## what a change has to pass
+	@echo "make test: 12 to 17 minutes on two cores; make test-fast takes two"
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-fast: setup compiled ## a case a rule, the core, policies, the text of tools, in two minutes
+	@echo "make test-fast: two minutes on two cores"
+	$(PYTEST) -m "fast and not slow" $$(grep -rl --include='test_*.py' 'pytest.mark.rule(' tests) \
+	  tests/core tests/policies tests/tools/test_cli.py tests/tools/test_completion.py tests/tools/test_words.py tests/tools/test_packaging.py $(PYTEST_ARGS)
+
+test-all: setup compiled ## every test there is, in hours
+	@echo "make test-all: two hours on two cores"
+	MEMMGR_TEST_ALL_OPS=1 $(PYTEST) $(PYTEST_ARGS)
+
+compiled: $(VENV)/.package ## what the tests would compile on their way
 	$(PY) -P tests/compiled.py
 
 test-ops: setup ## all of PyTorch's operator database

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import build
 from memdev.build import library
+from pager.extension import library as extension
 
 from memmgr.native import build as native
 from memmgr.native import pager
@@ -22,3 +23,4 @@ if build.compiler() is not None:
     build.fake_driver()
     build.core_with_mutations()
     library()
+    extension()

@@ -13,6 +13,7 @@ This module may stand where a module has imported `subprocess`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import json
@@ -21,11 +22,12 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, STDOUT, CompletedProcess, SubprocessError, TimeoutExpired
 from typing import Any
 
-__all__ = ["PIPE", "STDOUT", "CompletedProcess", "Popen", "SubprocessError", "TimeoutExpired", "run"]
+__all__ = ["PIPE", "STDOUT", "CompletedProcess", "Popen", "SubprocessError", "TimeoutExpired", "commands", "run"]
 
 _READ_AT_LOAD = (
     "LD_",
@@ -41,11 +43,11 @@ _READ_AT_LOAD = (
     "ASAN",
     "TSAN",
     "CUDA",
-    "PATH",
 )
 _TAKEN_UP = (
     "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER",
+    "PYTHONSAFEPATH",
     "PYTHONWARNINGS",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "CUDA_VISIBLE_DEVICES",  # read when CUDA is first used
@@ -163,6 +165,66 @@ def run(args: list[str], *, timeout: float | None = None, check: bool = False, *
     return done
 
 
+# ---- for shells --------------------------------------------------------------------------------------------------------
+
+_SHIM = """#!{python} -ISB
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as there:
+    there.connect({address!r})
+    asked = [sys.argv[0], *sys.argv[1:]], os.getcwd(), dict(os.environ)
+    text = json.dumps(asked).encode()
+    socket.send_fds(there, [len(text).to_bytes(8, "little")], [0, 1, 2])
+    there.sendall(text)
+    code = int(there.recv(32))
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+_COMMANDS = {"python": [], "memmgr": ["-P", "-m", "memmgr"]}
+
+
+@contextlib.contextmanager
+def commands(folder: Path) -> Iterator[Path]:
+    """A folder for the PATH, in `folder`, whose `python` and `memmgr` run by the fork server, for shells and scripts."""
+    place = folder / "commands"
+    place.mkdir()
+    address = str(place / "socket")
+    for name in _COMMANDS:
+        (place / name).write_text(_SHIM.format(python=sys.executable, address=address))
+        (place / name).chmod(0o755)
+
+    def one(connection: socket.socket) -> None:
+        with connection:
+            length, streams, _, _ = socket.recv_fds(connection, 8, 3)
+            text = b""
+            while len(text) < int.from_bytes(length, "little"):
+                text += connection.recv(1 << 20)
+            (name, *words), cwd, environment = json.loads(text)
+            command = [sys.executable, *_COMMANDS[Path(name).name], *words]
+            stdin, stdout, stderr = streams
+            process = Popen(command, cwd=cwd, env=environment, stdin=stdin, stdout=stdout, stderr=stderr)
+            for descriptor in streams:
+                os.close(descriptor)
+            connection.sendall(str(process.wait()).encode())
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield place
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
 # ---- the server --------------------------------------------------------------------------------------------------------
 
 
@@ -236,8 +298,10 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     kind, what = request["kind"], request["what"]
     sys.argv[:] = [kind or what, *request["argv"]]
     sys.path.remove(str(Path(__file__).parent))
-    if not request["safe"]:
+    if not request["safe"] and not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, {"-c": "", "-m": os.getcwd()}.get(kind, str(Path(what).resolve().parent)))
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # found anew, by this program's TMPDIR
     main = sys.modules["__main__"].__dict__
     for name in ("serve", "sys"):
         main.pop(name, None)

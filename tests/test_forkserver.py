@@ -64,3 +64,18 @@ def test_a_program_that_ends_with_its_parent_does_not_end_with_what_forked_it() 
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # nothing is imported before
     codes = [forkserver.run([sys.executable, "-P", "-c", program], env=environment).returncode for _ in range(20)]
     assert codes == [0] * 20
+
+
+def test_commands_of_a_shell_see_the_same(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(LOOK.replace("os.getppid(), ", ""))
+    script = "echo in | SAID=so python look.py 'a b' && python -c 'raise SystemExit(7)'; echo $?; memmgr --version"
+    script += "; python -c 'import os; os.kill(os.getpid(), 15)'; echo $?"
+    with forkserver.commands(tmp_path) as place:
+        outputs = []
+        for first in (place, Path(sys.executable).parent):
+            env = {**os.environ, "PATH": f"{first}{os.pathsep}{os.environ['PATH']}"}
+            env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # nothing is imported before, where nothing was there
+            done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+            outputs.append(done.stdout)
+            assert done.stderr.startswith(str("False" if outputs[1:] else "True")), done.stderr
+    assert outputs[0] == outputs[1] and "\n7\nmemmgr " in outputs[0] and outputs[0].endswith("\n143\n")

@@ -137,6 +137,7 @@ def test_a_graph_with_sizes_that_are_symbols() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "offload"])
+@pytest.mark.rule(15)
 def test_a_step_that_is_compiled_as_a_whole(policy: str, beyond: Callable[[str], int]) -> None:
     """The hook at the end of its backward is in a frame that Dynamo compiles, too, and it changed the graph of the update."""
 

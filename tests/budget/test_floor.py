@@ -154,7 +154,7 @@ def test_a_tenth_over_the_floor_works(name: str) -> None:
     assert stats["resident_bytes.peak"] <= limit
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_a_tenth_over_the_floor_works_whatever_is_dropped(seed: int) -> None:
     """A recomputed tensor takes room, too. Here the disk seems to be free at times and hopeless at others, so that any
     tensor may have to be made again beside any other, as happens on a machine that is busy."""
@@ -256,7 +256,11 @@ LOOPS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+# The trainings with the most ops and the least; the floors of all are measured above.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in MODELS and name not in ("gpt", "lstm"))) for name in LOOPS],
+)
 def test_recording_keeps_nothing_alive(name: str) -> None:
     """Live bytes under an unlimited budget, by our books and by torch's profiler, are at most plain torch's and 1 %."""
     loop = LOOPS[name]

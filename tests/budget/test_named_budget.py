@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
 import random
@@ -94,8 +95,7 @@ def recurrent() -> models.Training:
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.95])
 def test_where_a_kernel_takes_most_for_itself(share: float) -> None:
-    there = bytes_already_there()
-    floor = _floor(recurrent, there)
+    floor, there = _floor_beyond(recurrent), bytes_already_there()
     gc.collect()
     tried = tries(recurrent, there + int(share * floor))
     assert len(tried) == 2, tried
@@ -128,6 +128,19 @@ TRAININGS: dict[str, Callable[[], models.Training]] = {
 }
 
 
+@functools.cache
+def _floor_beyond(make: Callable[[], models.Training], **options: Any) -> int:
+    there = bytes_already_there()
+    return _floor(make, there, **options)
+
+
+@functools.cache
+def _least_beyond(make: Callable[[], models.Training], floor: int) -> int:
+    """Without a disk, the smallest budget that works, in steps of a twentieth of the floor."""
+    there = bytes_already_there()
+    return next(k for k in range(20, 40) if works(make, there + k * floor // 20, disk=False)) * floor // 20
+
+
 def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> int:
     """The smallest budget that works, by a run without one."""
     with memmgr.budget(None, quiet=True, **options) as mm:
@@ -144,8 +157,8 @@ def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> i
 @pytest.mark.parametrize("model", TRAININGS)
 def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: float) -> None:
     """The first error is the last, at any point of the run."""
-    make, there = TRAININGS[model], bytes_already_there()
-    floor = _floor(make, there)
+    make = TRAININGS[model]
+    floor, there = _floor_beyond(make), bytes_already_there()
     gc.collect()
     tried = tries(make, there + int(share * floor))
     assert len(tried) == 2, tried
@@ -156,12 +169,12 @@ def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: 
 @pytest.mark.parametrize("model", ["mlp", "convnet", "gpt", "vocabulary", "heavy", "recurrent"])
 def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
     """Model states and tensors without a recipe stay then, and the floor leaves out tensors that are recomputed beside an op."""
-    make, there = {**TRAININGS, "recurrent": recurrent}[model], bytes_already_there()
-    floor = _floor(make, there, disk=False)
+    make = {**TRAININGS, "recurrent": recurrent}[model]
+    floor, there = _floor_beyond(make, disk=False), bytes_already_there()
     gc.collect()
     tried = tries(make, there + int(share * floor), disk=False)
     assert len(tried) == 2, tried
-    least = next(k for k in range(20, 40) if works(make, there + k * floor // 20, disk=False)) * floor // 20
+    least = _least_beyond(make, floor)
     assert tried[1] - there <= 1.45 * least, f"{(tried[1] - there) / least:.2f} times what would do"
 
 
@@ -177,8 +190,8 @@ def no_file_grows() -> Iterator[None]:
 @pytest.mark.parametrize("share", [0.6, 0.95])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_so_does_the_one_with_a_disk_that_takes_nothing(no_file_grows: None, model: str, share: float) -> None:
-    make, there = TRAININGS[model], bytes_already_there()
-    floor = _floor(make, there, disk=False)
+    make = TRAININGS[model]
+    floor, there = _floor_beyond(make, disk=False), bytes_already_there()
     gc.collect()
     tried = tries(make, there + int(share * floor))
     assert len(tried) == 2, tried
@@ -219,8 +232,7 @@ def accumulating() -> models.Training:
 @pytest.mark.parametrize("share", [0.7, 0.9])
 def test_the_first_update_comes_after_several_backwards(share: float) -> None:
     """None of them was beside the optimizer's states, and all the next ones are."""
-    there = bytes_already_there()
-    floor = _floor(accumulating, there, disk=False)
+    floor, there = _floor_beyond(accumulating, disk=False), bytes_already_there()
     gc.collect()
     tried = tries(accumulating, there + int(share * floor), disk=False)
     assert len(tried) == 2, tried

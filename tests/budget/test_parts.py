@@ -123,7 +123,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "convnet"])  # the same tier
 def test_bytes_written_as_the_system_counts_them(name: str, tmp_path: Path) -> None:
     spec = {"model": name, "sizes": SIZES[name], "steps": STEPS, "inside": True}
     measured = watch(spec | {"how": "measure", "options": {"disk": False}})
@@ -319,9 +319,18 @@ def test_a_full_disk_with_nothing_else(tmp_path: Path) -> None:
     assert "disk" in str(error) and "space" in str(error), f"the error does not say that the disk is full: {error}"
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("after", [0, 5])
-@pytest.mark.parametrize("name", BOTH)
+# Each code with each model and each place once; the other pairs are slow.
+@pytest.mark.parametrize(
+    ("name", "after", "code"),
+    [
+        pytest.param(
+            name, after, code, marks=[pytest.mark.slow] * ((name == "gpt") == bool(after) == (code == errno.EIO))
+        )
+        for name in BOTH
+        for after in (0, 5)
+        for code in (errno.EIO, errno.ENOSPC)
+    ],
+)
 def test_writes_that_fail(name: str, after: int, code: int) -> None:
     stats, error = survives(name, 0.5, policy="auto", inject=(code, after, 0, 0))
     assert error is None, f"auto could have evicted: {error}"

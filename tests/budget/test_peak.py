@@ -69,9 +69,15 @@ def same_bits(seen: Seen, model: str) -> None:
     assert seen.result["digest"] == plain(model).result["digest"]
 
 
-# Each model at each share, inside or outside by turns: a run takes five seconds.
+# A run takes five seconds: each model, each share and each way once in `make test`, the other pairs are slow.
 @pytest.mark.parametrize(
-    ("model", "share", "inside"), [(m, s, (m == "gpt") == (s == 0.5)) for m in SIZES for s in (0.75, 0.5)]
+    ("model", "share", "inside"),
+    [
+        ("gpt", 0.5, True),
+        ("convnet", 0.75, False),
+        pytest.param("gpt", 0.75, False, marks=pytest.mark.slow),
+        pytest.param("convnet", 0.5, True, marks=pytest.mark.slow),
+    ],
 )
 def test_with(model: str, share: float, inside: bool) -> None:
     seen, _ = managed(model, share, "with", inside=inside)
@@ -83,14 +89,20 @@ def test_with(model: str, share: float, inside: bool) -> None:
         assert outside > 0, "stock was not taken: the model was there before"
 
 
-@pytest.mark.parametrize(("model", "share"), [("gpt", 0.5), ("convnet", 0.75)])
+@pytest.mark.parametrize(("model", "share"), [pytest.param("gpt", 0.5, marks=pytest.mark.slow), ("convnet", 0.75)])
 def test_decorator(model: str, share: float) -> None:
     seen, _ = managed(model, share, "decorator")
     same_bits(seen, model)
 
 
-@pytest.mark.parametrize("share", [0.75, 0.5])
-@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [
+        ("gpt", 0.75),
+        ("convnet", 0.5),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("gpt", 0.5), ("convnet", 0.75))),
+    ],
+)
 def test_environment(model: str, share: float) -> None:
     seen, _ = managed(model, share, "environment", env=True)
     assert seen.result["memmgr"], "MEMMGR_BUDGET was set, but nothing imported memmgr"
@@ -110,8 +122,15 @@ def test_environment_with_a_bad_value_can_be_one_warning() -> None:
     assert "12GB" in warnings[0], "the warning does not show what would be accepted"
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("model", "share"), [("gpt", 0.5), ("convnet", 0.75)])
+@pytest.mark.parametrize(
+    ("model", "share", "where"),
+    [
+        ("gpt", 0.5, "backward"),
+        ("convnet", 0.75, "forward"),
+        pytest.param("gpt", 0.5, "forward", marks=pytest.mark.slow),
+        pytest.param("convnet", 0.75, "backward", marks=pytest.mark.slow),
+    ],
+)
 def test_leaving_by_an_exception(model: str, share: float, where: str) -> None:
     seen, _ = managed(model, share, "with", fail=where)
     assert seen.result["error"] == "Deliberate"

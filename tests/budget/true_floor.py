@@ -53,14 +53,12 @@ def live_curve(run: Callable[[], object]) -> Curve:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profiler:
+        with torch.autograd.profiler.profile(profile_memory=True) as profiler:  # makes no objects of events until asked
             run()
             gc.collect()
     finally:
         torch.set_num_threads(threads)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     assert events, "the profiler saw no allocation: nothing was measured"
     return Curve(np.cumsum([e.nbytes() for e in events]))

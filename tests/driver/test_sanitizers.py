@@ -12,7 +12,7 @@ import pytest
 
 from . import build
 
-SECONDS = 2
+SECONDS = 1
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",

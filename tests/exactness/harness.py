@@ -18,6 +18,7 @@ import inspect
 import os
 import random
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch._dynamo
 
 HUGE_BYTES = 8 << 30
 """A budget far above every case of this suite: a measurement under it is the case's unmanaged need."""
@@ -217,8 +219,17 @@ def assert_left_clean(before: dict[str, Any]) -> None:
 CaseFunction = Callable[[int, Scope], Record]
 
 
+_imported = 0  # the number of modules when the heap was frozen last
+
+
 def _reset(seed: int) -> None:
+    global _imported
     gc.collect()
+    # A quarter of the suite's time was in collections that went through the modules of transformers. No case has tensors
+    # here but in compiled code.
+    if len(sys.modules) > _imported and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        gc.freeze()
+        _imported = len(sys.modules)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -282,8 +293,14 @@ def managed(
 
 def assert_same(want: Record, got: Record, label: str) -> None:
     lines = differences(want, got)
-    if lines:
-        raise AssertionError(f"{label}: {len(lines)} of {len(want)} entries differ\n  " + "\n  ".join(lines[:12]))
+    if not lines:
+        return
+    for (fn, seed), record in _references.items():
+        if record is want and (lines := differences(want, unmanaged(fn, seed))):
+            label = "the unmanaged run is not deterministic, so this case cannot judge anything"
+            break
+    lines = lines or differences(want, got)
+    raise AssertionError(f"{label}: {len(lines)} of {len(want)} entries differ\n  " + "\n  ".join(lines[:12]))
 
 
 @dataclass
@@ -305,12 +322,10 @@ _needs: dict[tuple[Any, int, str], Need] = {}
 
 
 def reference(fn: CaseFunction, seed: int = 0) -> Record:
-    """The unmanaged run, made once; a second run must agree with it, or comparing proves nothing."""
+    """The unmanaged run, made once."""
     key = (fn, seed)
     if key not in _references:
-        first, second = unmanaged(fn, seed), unmanaged(fn, seed)
-        assert_same(first, second, "the unmanaged run is not deterministic, so this case cannot judge anything")
-        _references[key] = first
+        _references[key] = unmanaged(fn, seed)
     return _references[key]
 
 

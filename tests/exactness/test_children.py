@@ -97,14 +97,16 @@ LOADERS = {
 }
 
 
-# A worker that was spawned has nothing of its parent's budget, so one mode is enough for those.
+# A worker that was spawned has nothing of its parent's budget: one mode is enough for those, and it is slow, because
+# `test_workers_of_an_unmodified_script` spawns some, too. Persistent workers differ in when they end.
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        (name, mode)
-        for name in LOADERS
-        for mode in ("torture", "auto@50")
-        if not (mode == "torture" and "spawn" in name)
+        ("fork", "torture"),
+        ("fork", "auto@50"),
+        ("fork-persistent", "auto@50"),
+        pytest.param("fork-persistent", "torture", marks=pytest.mark.slow),
+        pytest.param("spawn-persistent", "auto@50", marks=pytest.mark.slow),
     ],
 )
 def test_loader_workers(name: str, mode: str) -> None:
@@ -244,8 +246,18 @@ def _unmanaged_child_trains(model: nn.Module, loss: torch.Tensor, record: Record
 FORKS["child_trains"] = _forks(_unmanaged_child_trains)
 
 
-@pytest.mark.parametrize("mode", ["torture", "offload@50", "evict@50"])
-@pytest.mark.parametrize("name", FORKS)
+# A child that reads inherited cells does so by the mode: those run in all modes.
+_EACH_MODE = ("child_runs_backward", "child_frees_everything")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=[pytest.mark.slow] * (mode != "torture" and name not in _EACH_MODE))
+        for name in FORKS
+        for mode in ("torture", "offload@50", "evict@50")
+    ],
+)
 def test_forked_child(name: str, mode: str) -> None:
     if mode == "torture":
         got = managed(FORKS[name], 256 << 20, "torture", place="loop")

@@ -236,6 +236,7 @@ _SLOW = {
     "fsdp2_reshard_checkpoint_bf16",
     "ddp_gradients_as_bucket_views_and_no_sync",
     "all_reduce_in_forward",
+    "tensor_parallel",  # tests/job/test_matrix.py runs it with sequences
 }
 
 

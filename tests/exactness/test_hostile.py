@@ -1298,11 +1298,17 @@ pytestmark = [
 
 
 def _every_mode() -> Iterator[Any]:
-    """By turns evict or offload in `make test`, the other is slow; and so are cases that take as long as forty others."""
+    """By turns evict or offload in `make test`, the other is slow. So are torture and offload of thousands of ops: the same
+    holes run under auto and evict, and torture of each other hole.
+    """
     for nth, name in enumerate(HOLES):
         for mode in MODES:
-            slow = mode == MODES[2 + nth % 2] or (name, mode) == ("rnn_of_3000_steps", "torture")
-            yield pytest.param(name, mode, marks=[pytest.mark.slow] if slow else [], id=f"{name}-{mode}")
+            slow = mode in ("torture", "offload@50") if name in _HEAVY else mode == MODES[2 + nth % 2]
+            marks = [pytest.mark.slow] * slow
+            marks += [pytest.mark.rule(10)] * (
+                name == "chain_of_5000_unsaved_ops"
+            )  # run again one by one, not recursively
+            yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 
 
 @pytest.mark.parametrize(("name", "mode"), list(_every_mode()))
@@ -1320,11 +1326,17 @@ def test_hole(name: str, mode: str) -> None:
     check(HOLES[name], mode, moves=False)
 
 
-@pytest.mark.parametrize("name", HOLES)
+# A third of them in `make test`: tests/pager/test_trust.py shows that a mismatch is found, and unverified torture above
+# that each hole is closed.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (nth % 3 > 0))
+        for nth, name in enumerate(name for name in HOLES if name not in _HEAVY)  # minutes of checksums
+    ],
+)
 def test_hole_with_verification(name: str) -> None:
     """``verify=True`` raises on any mismatch; correct code has none."""
-    if name in _HEAVY:
-        pytest.skip("minutes of checksums; the same holes run unverified above")
     want = reference(HOLES[name])
     assert_same(want, managed(HOLES[name], HUGE_BYTES, "torture", verify=True).record, "verified torture")
 

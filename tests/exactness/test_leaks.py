@@ -315,9 +315,10 @@ def main(name: str, policy: str) -> None:
     ("name", "policy"),
     [(n, "auto") for n in SCENARIOS]
     + [
-        ("thousand_passes", "torture"),
-        ("thousand_passes", "evict"),
-        ("thousand_passes", "offload"),
+        # auto does all that these do
+        pytest.param("thousand_passes", "torture", marks=pytest.mark.slow),
+        pytest.param("thousand_passes", "evict", marks=pytest.mark.slow),
+        pytest.param("thousand_passes", "offload", marks=pytest.mark.slow),
         ("hidden_state_carried", "evict"),
         ("running_value_without_grad", "evict"),
     ],

@@ -7,13 +7,14 @@ import pytest
 from . import cases
 from .harness import HUGE_BYTES, MODES, assert_same, check, managed, need, reference
 
-# By turns 100 %, 75 % or neither in `make test`; the rest is slow.
-_QUICK_MODES = ({"auto@100"}, {"auto@75"}, set[str]())
+# `auto@50` first measures the need under a budget that does not bind, with the same bits, and then evicts more than 75 %
+# and 100 % do. These two run for every eighth case by turns; the rest is slow.
+_QUICK_MODES = {0: "auto@100", 4: "auto@75"}
 PARAMS = [
     pytest.param(
         name,
         mode,
-        marks=[pytest.mark.slow] * (c.slow or mode not in {"torture", "auto@50"} | _QUICK_MODES[nth % 3]),
+        marks=[pytest.mark.slow] * (c.slow or mode not in ("torture", "auto@50", _QUICK_MODES.get(nth % 8))),
         id=f"{name}-{mode}",
     )
     for nth, (name, c) in enumerate(cases.CASES.items())
@@ -55,7 +56,7 @@ def test_same_bits_at_the_floor(name: str) -> None:
     check(fn, "auto@0")
 
 
-_QUICK = ("gpt2", "bert", "resnet")
+_QUICK = ("gpt2", "resnet")  # the other transformers are in CASES, in small
 
 
 @pytest.mark.parametrize("name", [n if n in _QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.MID])
@@ -64,8 +65,18 @@ def test_same_bits_mid_size(name: str) -> None:
     assert_same(reference(cases.MID[name]), managed(cases.MID[name], HUGE_BYTES, "torture").record, "torture")
 
 
-@pytest.mark.parametrize("policy", ["evict", "offload", "dtr", "dtr_eq", "delta", "msps", "lru", "largest"])
-@pytest.mark.parametrize("name", ["hf_gpt2", "unet", "tree_lstm"])
+POLICIES = ("evict", "offload", "dtr", "dtr_eq", "delta", "msps", "lru", "largest")
+
+
+# Each policy with one model, by turns; the others are slow. A policy chooses among cells, and no model has its own path.
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(name, policy, marks=[pytest.mark.slow] * (nth % 3 != turn))
+        for turn, name in enumerate(("hf_gpt2", "unet", "tree_lstm"))
+        for nth, policy in enumerate(POLICIES)
+    ],
+)
 def test_same_bits_under_each_policy(name: str, policy: str) -> None:
     got = check(cases.CASES[name].fn, f"{policy}@60")
     if policy == "offload":
@@ -80,7 +91,7 @@ def test_same_bits_with_verification(name: str) -> None:
     check(cases.CASES[name].fn, "torture", verify=True)
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_same_bits_with_other_seeds(seed: int) -> None:
     for name in ("tree_lstm", "variable_shapes", "inplace_ops"):
         check(cases.CASES[name].fn, "torture", seed=seed)

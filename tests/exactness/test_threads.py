@@ -759,8 +759,16 @@ def test_out_of_memory_instead_of_a_hang() -> None:
     children.run("test_threads", "nothing_to_give_while_the_mutex_is_held", "auto", timeout=60)
 
 
-@pytest.mark.parametrize("stay", ["stay", "leave"])
-@pytest.mark.parametrize(("policy", "share"), [("torture", "1.0"), ("auto", "0.4")])
+# Each policy and each way to go on once; the other pairs are slow.
+@pytest.mark.parametrize(
+    ("policy", "share", "stay"),
+    [
+        ("torture", "1.0", "leave"),
+        ("auto", "0.4", "stay"),
+        pytest.param("torture", "1.0", "stay", marks=pytest.mark.slow),
+        pytest.param("auto", "0.4", "leave", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c(policy: str, share: str, stay: str) -> None:
     children.run("test_threads", "interrupted", policy, share, stay, "0", timeout=180)
 

@@ -1,4 +1,4 @@
-"""Compiles memdev for the installed torch into ``build/tests``: once per content of its sources."""
+"""Compiles memdev and other libraries for the installed torch into ``build/tests``: once per content of their sources."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,27 +17,32 @@ FOLDER = HERE.parents[1] / "build" / "tests"
 
 
 def library() -> Path:
-    """``build/tests/memdev-<hash>.so``; the hash is of the sources, torch's version and the command."""
+    """memdev."""
+    return torch_library("memdev", HERE / "memdev.cpp", sorted(HERE.glob("*.h")), ["-fvisibility=hidden"])
+
+
+def torch_library(name: str, source: Path, headers: Sequence[Path], flags: Sequence[str]) -> Path:
+    """``build/tests/<name>-<hash>.so``; the hash is of the sources, torch's version and the command."""
     root = Path(torch.__file__).parent
     minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     assert compiler is not None, "no C++ compiler"
     command = [compiler, "-std=c++20" if minor >= (2, 12) else "-std=c++17", *"-O1 -g0 -DNDEBUG -fPIC -shared".split()]
-    command += ["-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-    command += [str(HERE / "memdev.cpp"), f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ldl"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", str(source)]
+    command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", *flags, "-lc10", "-ltorch_cpu", "-ldl"]
     digest = hashlib.sha256(f"{torch.__version__} {command}".encode())
-    for path in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]):
+    for path in [source, *headers]:
         digest.update(path.name.encode() + path.read_bytes())
-    target = FOLDER / f"memdev-{digest.hexdigest()[:16]}.so"
+    target = FOLDER / f"{name}-{digest.hexdigest()[:16]}.so"
     if target.exists():
         return target
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(FOLDER / "memdev.lock", "w") as lock:
+    with open(FOLDER / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test processes side by side compile it once
         if not target.exists():
-            for old in FOLDER.glob("memdev-*.so"):
+            for old in FOLDER.glob(f"{name}-*.so"):
                 old.unlink(missing_ok=True)
-            part = FOLDER / "memdev.part"
+            part = FOLDER / f"{name}.part"
             done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
             assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
             part.rename(target)

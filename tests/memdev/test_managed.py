@@ -105,7 +105,7 @@ def test_wrong_bytes_stay_wrong(children: Any) -> None:
     assert "bytes came back other than they left" in children("streams")["checked"]["left out"]["digest"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["late", "threaded", pytest.param("random", marks=pytest.mark.slow)])
 def test_checksums_and_trials_fetch_no_bytes(mode: str) -> None:
     """A checksum of what leaves waits for nothing; one of what returns, and a trial, wait for their own stream."""
     seen = child.run("checksums", module="memdev.managed", mode=mode, seed=0, refused=False)
@@ -129,7 +129,7 @@ def test_a_driver_that_refuses_the_kernels_has_its_bytes_fetched() -> None:
     assert seen["right"] and seen["training right"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["late", "threaded", pytest.param("random", marks=pytest.mark.slow)])
 def test_what_passes_the_host_memory_goes_on_to_a_file(mode: str, tmp_path: Path) -> None:
     seen = child.run("three_tiers", module="memdev.managed", mode=mode, seed=0, folder=str(tmp_path))
     for policy in ("offload", "auto", "torture"):

@@ -1,6 +1,6 @@
 """Every differentiable op and module of PyTorch's own databases, under torture, has the bits that it has without memmgr.
 
-`make test` runs every sixteenth bucket; MEMMGR_TEST_ALL_OPS=1 (`make test-ops`) runs all, and MEMMGR_OPS_SHARD=i/n the i-th
+`make test` runs every 32nd bucket; MEMMGR_TEST_ALL_OPS=1 (`make test-ops`) runs all, and MEMMGR_OPS_SHARD=i/n the i-th
 of n shares (0 <= i < n). One op by hand: `python -m tests.ops.sweep --op NAME`.
 """
 
@@ -23,7 +23,7 @@ def _buckets() -> list[int]:
         if not 0 <= index < count <= sweep.BUCKETS:
             raise ValueError(f"MEMMGR_OPS_SHARD={shard!r}: give i/n with 0 <= i < n <= {sweep.BUCKETS}")
         return list(range(index, sweep.BUCKETS, count))
-    return list(range(0, sweep.BUCKETS, 1 if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else 16))
+    return list(range(sweep.BUCKETS) if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else range(16, sweep.BUCKETS, 32))
 
 
 @pytest.fixture(scope="module", autouse=True)

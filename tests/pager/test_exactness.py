@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("
 
 
 @pytest.mark.parametrize("policy", ["evict", "offload", "dtr", "lru", "largest", "delta"])
+@pytest.mark.rule(1)
 def test_same_bits_under_each_policy(policy: str) -> None:
     got = check(cases.CASES["unet"].fn, f"{policy}@60")
     if policy == "offload":
@@ -27,6 +28,7 @@ def test_same_bits_under_each_policy(policy: str) -> None:
         assert got.stats["offloads"] == 0
 
 
+@pytest.mark.rule(1)
 def test_same_bits_near_the_floor() -> None:
     """A tenth above the smallest budget that the run reports, far below its unmanaged peak."""
     fn = cases.CASES["lstm_cell_loop"].fn

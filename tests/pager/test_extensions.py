@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import subprocess
 import sys
-import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from torch import nn
 
 import memmgr
 from memmgr.native import pager as native
-from memmgr.native.build import cxx_standard
+
+from .extension import library as extension_library
 
 N = 1 << 18  # a megabyte
 LIMIT = "3.6MB"  # for three such tensors
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("extension") / "memmgr_test_extension.so"
-    root = Path(torch.__file__).parent
-    include = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
-    command = [
-        *("g++", f"-std={cxx_standard()}", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-o", str(target)),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        str(Path(__file__).with_name("extension.cpp")),
-        *(f"-I{path}" for path in include),
-        f"-L{root / 'lib'}",
-        *("-lc10", "-ltorch_cpu", "-ltorch_python"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return target
+def library() -> Path:
+    return extension_library()
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +166,9 @@ with memmgr.budget("1GB", quiet=True):
 """
 
 
-def test_an_opening_looks_once_through_all_objects(extension: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_looks_once_through_all_objects(
+    extension: Any, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That takes as long as all else in it."""
     looks: list[Any] = []
     pager = native.load()
@@ -187,7 +176,7 @@ def test_an_opening_looks_once_through_all_objects(extension: Any, monkeypatch: 
     monkeypatch.setattr(pager, "objects_of", lambda *what: looks.append(what) or objects_of(*what))
     with memmgr.budget("1GB", quiet=True):
         [(_, libraries)] = looks
-    assert [Path(path).name for path in libraries if "extension" in path] == ["memmgr_test_extension.so"]
+    assert [Path(path).name for path in libraries if "extension" in path] == [library.name]
 
 
 def test_an_op_is_not_taken_for_one_that_has_ended(library: Path, tmp_path: Path) -> None:
@@ -195,7 +184,7 @@ def test_an_op_is_not_taken_for_one_that_has_ended(library: Path, tmp_path: Path
     puts a new op is malloc's choice: of a script in a file it was where one had ended."""
     script = tmp_path / "ended.py"
     script.write_text(ENDED)
-    done = subprocess.run([sys.executable, str(script), str(library)], capture_output=True, text=True, timeout=120)
+    done = forkserver.run([sys.executable, str(script), str(library)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -235,7 +224,7 @@ with memmgr.budget("4.6MB", quiet=True):
         y.sum().backward()
         assert torch.equal(x.grad, torch.full((n,), 6.0))
 """
-    done = subprocess.run([sys.executable, "-c", script, str(library)], capture_output=True, text=True)
+    done = forkserver.run([sys.executable, "-c", script, str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

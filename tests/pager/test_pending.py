@@ -239,6 +239,7 @@ WRITERS: dict[str, Callable[[Training], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.rule(14)
 def test_a_write_comes_after_the_step(name: str, beyond: Callable[[str], int]) -> None:
     def run() -> list[Any]:
         made = begun()

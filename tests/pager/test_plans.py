@@ -33,8 +33,15 @@ __all__ = ["sizes"]  # a fixture
 pytestmark = [pytest.mark.filterwarnings("error:memmgr"), pytest.mark.usefixtures("sizes")]
 
 
-@pytest.mark.parametrize("policy", ["auto", "evict", "offload"])
-@pytest.mark.parametrize("model", ["gpt", "unet", "lstm", "densenet"])
+# Auto with each model, evict and offload by turns; the rest is slow.
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        pytest.param(model, policy, marks=[pytest.mark.slow] * (policy == ("evict", "offload")[nth % 2]))
+        for nth, model in enumerate(("gpt", "unet", "lstm", "densenet"))
+        for policy in ("auto", "evict", "offload")
+    ],
+)
 def test_a_plan_is_followed_with_the_same_bits(model: str, policy: str) -> None:
     make = models.MODELS[model]
     share = 0.7 if policy == "offload" else 0.55
@@ -317,7 +324,7 @@ def twice(training: States, step: int) -> None:
 
 
 @pytest.mark.parametrize("between", [other_states, other_layers, looks_on, gradients_stay, twice])
-@pytest.mark.parametrize("policy", ["auto", "offload"])
+@pytest.mark.parametrize("policy", [pytest.param("auto", marks=pytest.mark.slow), "offload"])  # the same plan of states
 def test_what_happens_between_steps_that_a_plan_spans(policy: str, between: Callable[..., None]) -> None:
     def make() -> States:
         return States(between)

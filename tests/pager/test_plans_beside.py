@@ -146,7 +146,9 @@ last()
 """
 
 
-@pytest.mark.parametrize("how", ["environment", "run"])
+@pytest.mark.parametrize(
+    "how", ["environment", pytest.param("run", marks=pytest.mark.slow)]
+)  # it opens the same budget
 def test_scripts_leave_no_process(tmp_path: Path, how: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command, environment = [sys.executable, "train.py"], dict(os.environ)

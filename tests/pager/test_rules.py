@@ -82,6 +82,7 @@ def test_a_leaf_is_itself(opened: native.Pager) -> None:
 # ---- rule 2: absent bytes cannot be read by mistake -------------------------------------------------------------------
 
 
+@pytest.mark.rule(2)
 def test_a_raw_read_of_absent_bytes_is_an_error(opened: native.Pager) -> None:
     t = _away(opened, _numbers() + 0)
     with pytest.raises(RuntimeError, match="not in memory at this moment"):
@@ -90,6 +91,7 @@ def test_a_raw_read_of_absent_bytes_is_an_error(opened: native.Pager) -> None:
     assert t[3].item() == 4.5
 
 
+@pytest.mark.rule(2)
 def test_views_bring_nothing_back(opened: native.Pager) -> None:
     t = _away(opened, torch.randn(64, 64) + 0)
     shapes = t.T.shape, t.view(-1).shape, t.detach()[3:7].shape, t.unsqueeze(0).expand(5, -1, -1).shape
@@ -102,6 +104,7 @@ def test_views_bring_nothing_back(opened: native.Pager) -> None:
 # ---- rules 3 and 4: pins and writes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(3)
 def test_pinned_is_pinned(opened: native.Pager) -> None:
     t = _numbers() + 0
     pin = opened.pin([t])
@@ -110,6 +113,7 @@ def test_pinned_is_pinned(opened: native.Pager) -> None:
     assert opened.take_away(t) > 0
 
 
+@pytest.mark.rule(3)
 def test_a_newborn_stays_until_an_op_has_touched_it(opened: native.Pager) -> None:
     t = torch.empty(4096)
     assert opened.take_away(t) == 0
@@ -118,6 +122,7 @@ def test_a_newborn_stays_until_an_op_has_touched_it(opened: native.Pager) -> Non
 
 
 @pytest.mark.parametrize("how", ["in place", "out=", "data", "no_grad", "foreach", "view"])
+@pytest.mark.rule(4)
 def test_old_bytes_outlive_a_write(opened: native.Pager, how: str) -> None:
     """A tensor that can only be made again from bytes that are about to change is settled before (rule 4)."""
     w = nn.Parameter(_numbers())
@@ -144,6 +149,7 @@ def test_old_bytes_outlive_a_write(opened: native.Pager, how: str) -> None:
     assert torch.equal(y.detach(), want)
 
 
+@pytest.mark.rule(4)
 def test_a_write_voids_the_copy_below(opened: native.Pager) -> None:
     t = _numbers() + 0
     _away(opened, t)
@@ -155,6 +161,7 @@ def test_a_write_voids_the_copy_below(opened: native.Pager) -> None:
     assert t[:64].sum().item() == 64
 
 
+@pytest.mark.rule(5)
 def test_roots_are_not_owned(opened: native.Pager) -> None:
     """A root that ends while its dependant is resident takes the recipe with it; one whose dependant is gone stays."""
     w = torch.nn.Parameter(_numbers())
@@ -170,6 +177,7 @@ def test_roots_are_not_owned(opened: native.Pager) -> None:
     del w
 
 
+@pytest.mark.rule(5)
 def test_chains_are_bounded(opened: native.Pager) -> None:
     """Grad mode without a backward: recipes neither pile up nor keep tensors that the program has released."""
     before = opened.stats()  # other tests' tensors live on
@@ -218,6 +226,7 @@ def test_what_is_filled_without_gradient_costs_no_traffic(
         lambda x: x * torch.rand(4096, generator=torch.Generator().manual_seed(5)),
     ],
 )
+@pytest.mark.rule(6)
 def test_drawing_again_touches_no_generator(opened: native.Pager, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = _numbers().requires_grad_()
     torch.manual_seed(3)
@@ -228,6 +237,7 @@ def test_drawing_again_touches_no_generator(opened: native.Pager, draw: Callable
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.rule(7)
 def test_the_default_dtype_of_then(opened: native.Pager) -> None:
     n = torch.arange(4096)
     w = nn.Parameter(torch.ones(4096))
@@ -289,6 +299,7 @@ def _safetensors(t: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.rule(9)
 def test_scoped_readers_find_the_bytes_and_pin_nothing(opened: native.Pager, name: str) -> None:
     want = SCOPED[name](_numbers())
     t = _away(opened, _numbers() + 0)
@@ -300,6 +311,7 @@ def test_scoped_readers_find_the_bytes_and_pin_nothing(opened: native.Pager, nam
 
 
 @pytest.mark.parametrize("name", ESCAPED)
+@pytest.mark.rule(9)
 def test_an_address_that_was_handed_out_stays(opened: native.Pager, name: str) -> None:
     t = _away(opened, _numbers() + 0)
     kept = ESCAPED[name](t)
@@ -342,6 +354,7 @@ def test_saving_a_model_larger_than_the_budget_pins_nothing(
     assert mm.stats()["resident_bytes.peak"] <= mm.stats()["budget_bytes"]
 
 
+@pytest.mark.rule(9)
 def test_addresses_that_are_compared_never_look_shared(opened: native.Pager) -> None:
     tensors = [_away(opened, _numbers() + i) for i in range(20)]
     names = {opened.name(t) for t in tensors}
@@ -372,6 +385,7 @@ def test_what_only_a_storage_object_has_is_read_beside_it(opened: native.Pager, 
 # ---- rule 12: threads ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(12)
 def test_a_thread_older_than_the_budget_is_seen(pager: native.Pager) -> None:
     """Started below the threading module, before the budget: its very first op writes to a clean cell."""
     go, done = threading.Event(), threading.Event()
@@ -394,6 +408,7 @@ def test_a_thread_older_than_the_budget_is_seen(pager: native.Pager) -> None:
         assert torch.equal(t, _numbers() + 1)
 
 
+@pytest.mark.rule(11)
 def test_reclaim_needs_no_gil(large_only: None, beyond: Callable[[str], int]) -> None:
     """While one thread keeps the interpreter for a second, a backward in another reclaims and ends."""
     x = torch.randn(256, 1024, requires_grad=True)
@@ -424,6 +439,7 @@ def test_reclaim_needs_no_gil(large_only: None, beyond: Callable[[str], int]) ->
         assert mm.stats()["stall_seconds"] > before
 
 
+@pytest.mark.rule(3)
 def test_two_threads_whose_ops_fit_one_by_one(large_only: None, beyond: Callable[[str], int]) -> None:
     """Each op pins 6 MB of 8: they take turns, and none runs out of memory (rule 3)."""
     tensors = [[torch.randn(512, 1024) for _ in range(3)] for _ in range(2)]
@@ -486,6 +502,7 @@ def test_too_small_is_a_budget_error_where_it_happens(large_only: None, beyond: 
         assert torch.zeros(1000).sum().item() == 0
 
 
+@pytest.mark.rule(13)
 def test_an_exception_leaves_ordinary_tensors(pager: native.Pager) -> None:
     t = _numbers()
     before = torch.Tensor.numpy

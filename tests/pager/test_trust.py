@@ -48,6 +48,7 @@ UNSTEADY: dict[str, tuple[str, Step]] = {
 
 
 @pytest.mark.parametrize("name", UNSTEADY)
+@pytest.mark.rule(8)
 def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: str) -> None:
     op, step = UNSTEADY[name]
     kernel = Unsteady(lambda x: torch.special.ndtri((x + 1) / 2) / 2**0.5, in_place=op.endswith("_"))

@@ -52,7 +52,9 @@ def live_peak(made: Callable[[], Callable[[], object]]) -> int:
     return int(mm.stats()["unmanaged_peak_bytes"])
 
 
-@pytest.mark.parametrize("name", ["GPT", "Llama", "BERT", "U-Net"])
+@pytest.mark.parametrize(
+    "name", ["GPT", "U-Net", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "BERT"))]
+)
 def test_the_peak_is_the_live_one(name: str) -> None:
     predicted = record(step_of(name), accelerator=False).trace(BARE).unmanaged_peak[0]
     assert predicted == pytest.approx(live_peak(step_of(name)), rel=0.002)

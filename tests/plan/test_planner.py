@@ -127,8 +127,15 @@ def test_within_three_percent_of_the_optimum() -> None:
 # ---- no holes
 
 
-@pytest.mark.parametrize("writer", PASSES)
-@pytest.mark.parametrize("rate", [None, 1e8])
+# With a link and without by turns; the other half is slow.
+@pytest.mark.parametrize(
+    ("writer", "rate"),
+    [
+        pytest.param(writer, rate, marks=[pytest.mark.slow] * (nth % 2 == (rate is None)))
+        for nth, writer in enumerate(PASSES)
+        for rate in (None, 1e8)
+    ],
+)
 def test_no_holes(writer: LogWriter, rate: float | None) -> None:
     """A plan that fits a budget fits every larger one, around the smallest that does byte by byte, with a link and
     without.

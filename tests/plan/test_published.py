@@ -40,8 +40,15 @@ def read(log: LogWriter) -> Trace:
 
 
 @needs_judge
-@pytest.mark.parametrize("name", [*RECOMPUTING, "superneurons", "tsplit"])
-@pytest.mark.parametrize("shape", ["network", "tangle"])
+# The integer programs are compared with optima of other passes below, so one shape is enough for them here.
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(name, shape, marks=[pytest.mark.slow] * (name in PROGRAMS and shape == "tangle"))
+        for name in (*RECOMPUTING, "superneurons", "tsplit")
+        for shape in ("network", "tangle")
+    ],
+)
 def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
     made = network(7, depth=2 if name in PROGRAMS else 12) if shape == "network" else tangle(3, ops=7)
     file = made.write(tmp_path / "x.log")

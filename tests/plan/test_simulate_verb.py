@@ -25,13 +25,13 @@ from .passes import layers
 from .synthetic import network
 from .test_paging import Training
 
-HURRY = ("--solver-seconds", 0.5)
+HURRY = ("--solver-seconds", 0.2)
 FIELDS = {"policy", "ratio", "budget_bytes", "feasible", "overhead", "peak_bytes", "lower_bound", "seconds"}
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return network(2, depth=10).write(tmp_path / "pass.log")
+    return network(2, depth=7).write(tmp_path / "pass.log")
 
 
 @pytest.fixture
@@ -286,8 +286,8 @@ def test_the_plan_is_no_slower_in_more_memory(
     assert curves["dtr_eq"][4]["overhead"] == 99
 
 
-def test_a_sweep_in_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, "--sweep") == 0
+def test_a_sweep_in_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", network(2, depth=10).write(tmp_path / "pass.log"), "--sweep") == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 13 and max(map(len, shown)) <= 80
     bars = [line.count("#") for line in shown[3:]]

@@ -494,7 +494,7 @@ def _train(seed: int, scope: Callable[[], Any], between: Callable[[int], None]) 
     return record
 
 
-@pytest.mark.parametrize("policy", ["auto", "torture"])
+@pytest.mark.parametrize("policy", ["auto", pytest.param("torture", marks=pytest.mark.slow)])  # readers only look
 def test_attaching_ten_times_changes_no_bit(policy: str) -> None:
     want = reference(_plain)
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ of `GIVEN` for its page. In the shell blocks train.py is a small training, and 1
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import forkserver
 import pytest
 from test_examples import EXAMPLES, commands_of
 
@@ -181,12 +183,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     (folder / "home" / ".local/share/bash-completion/completions").mkdir(parents=True)
     targets = "".join(f".PHONY: {name}\n{name}:\n\t@true\n" for name in sorted(make_targets()))
     (folder / "Makefile").write_text(targets)  # the targets take too long for a test; only their names are checked
-    with tempfile.TemporaryDirectory(prefix="mm") as runtime:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="mm") as runtime, contextlib.ExitStack() as resources:
+        path = f"{resources.enter_context(forkserver.commands(Path(runtime)))}{os.pathsep}{Path(sys.executable).parent}"
+        path += f"{os.pathsep}{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime, "COLUMNS": "80", "LINES": "24"}
         env["PYTHONSAFEPATH"] = "1"  # the folder ./memmgr must not shadow the installed package
         env["OMP_NUM_THREADS"] = "1"
-        training = subprocess.Popen(
+        training = forkserver.Popen(
             [sys.executable, "-c", LONG], stdout=subprocess.PIPE, text=True, env={**env, **OF_TWO}
         )
         assert training.stdout is not None and training.stdout.readline() == "open\n"
@@ -227,7 +230,7 @@ def test_shell(block: Block, place: tuple[Path, dict[str, str], int]) -> None:
         if command.startswith("memmgr top") and "--once" not in command:
             command += " --once"  # it would watch for ever
         if "--policy all" in command:
-            command += " --solver-seconds 1"  # with the best that they have found by then
+            command += " --solver-seconds 0.3"  # with the best that they have found by then
         _runs(command, folder, env)
 
 
@@ -278,7 +281,7 @@ def test_python(others: bool, place: tuple[Path, dict[str, str], int]) -> None:
             script += f"exec(compile({code!r}, {f'{block.page}:{block.number}'!r}, 'exec'), names)\n"
     (folder / "blocks.py").write_text(script)
     command = [sys.executable, *([] if others else ["-W", "error::UserWarning"]), "blocks.py", str(pid)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = forkserver.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 from job.ranks import one_launcher
 
@@ -36,18 +36,26 @@ def _run(command: str | tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
     environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     words = shlex.split(command) if isinstance(command, str) else list(command)
-    with one_launcher() if words[0] in ("torchrun", "accelerate") else contextlib.nullcontext():
+    started = {"python": [sys.executable], "memmgr": [sys.executable, "-P", "-m", "memmgr"]}
+    if words[0] in started:
+        words[:1] = started[words[0]]
+        return forkserver.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    with one_launcher():
         return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def _marks(name: str) -> list[pytest.MarkDecorator]:
+def _marks(command: str, name: str) -> list[pytest.MarkDecorator]:
+    if not command.startswith(("python", "memmgr")):
+        return [pytest.mark.slow]  # two ranks; tests/job/test_launch.py starts a script by torchrun, too
     needed = NEEDS.get(name)
     missing = needed is not None and importlib.util.find_spec(needed) is None
     return [pytest.mark.skip(reason=f"the package {needed} is not installed")] if missing else []
 
 
 CASES = [
-    pytest.param(command, marks=_marks(path.stem), id=command) for path in EXAMPLES for command in commands_of(path)
+    pytest.param(command, marks=_marks(command, path.stem), id=command)
+    for path in EXAMPLES
+    for command in commands_of(path)
 ]
 
 
@@ -68,7 +76,7 @@ def test_the_notebook_runs_and_holds_no_outputs() -> None:
     """Its cells one after the other, as Jupyter would: that need not be installed."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
-    done = _run((sys.executable, "-P", "-c", "\n\n".join("".join(cell["source"]) for cell in cells)))
+    done = _run(("python", "-P", "-c", "\n\n".join("".join(cell["source"]) for cell in cells)))
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"memmgr: peak [\d.]+ MB of [\d.]+ MB", done.stderr) and "the floor is" in done.stdout
 

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 
@@ -87,7 +88,7 @@ assert memmgr.stats() == {}
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "MEMMGR_BUDGET")}
     environment |= {"PATH": str(tmp_path), "MEMMGR_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     doctors, opening = done.stdout.splitlines()
     ways = rf"for torch {re.escape(torch.__version__)}: install one such as g\+\+ .*, or a wheel of memmgr that carries"
@@ -109,7 +110,7 @@ with memmgr.budget("1GB", device="cpu", quiet=True):
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "MEMMGR_BUDGET")}
     environment |= {"PATH": str(tmp_path / "nothing"), "MEMMGR_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.stdout == "opened\n", done.stderr
@@ -168,7 +169,7 @@ def test_what_the_package_says_of_itself() -> None:
 
 
 def test_python_m_memmgr(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-m", "memmgr", "--version"], capture_output=True, text=True, cwd=tmp_path, timeout=60
     )
     assert done.returncode == 0 and done.stdout.startswith("memmgr "), done.stderr
@@ -185,7 +186,7 @@ def test_python_m_memmgr(tmp_path: Path) -> None:
 )
 def test_a_missing_extra_is_named_with_its_pip_line(name: str, missing: str, extra: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = sys.modules['pytorch_lightning'] = None\nfrom memmgr.integrations import {name}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(f'needs {missing}: pip install "memmgr[{extra}]"'), done.stderr
 
@@ -211,7 +212,7 @@ except RuntimeError as error:
     print(error)
 """
     environment = {**os.environ, "MEMMGR_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout == (
         f"memmgr: this version is made for torch 2.11 to 2.15, not for {release}: pip install 'torch>=2.11,<2.16'\n"
     ), done.stderr
@@ -328,7 +329,7 @@ print(mm.stats()["budget_bytes"], {finding.name: finding for finding in doctor._
         "HOME": "/proc",
         "TMPDIR": str(tmp_path),
     }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1000000000 /proc/.cache/memmgr cannot be written, so "), done.stdout
     assert str(folder) in done.stdout and "compiling" not in done.stderr, done.stderr

@@ -95,7 +95,7 @@ def test_the_linter_knows_the_files_in_folders() -> None:
 
 def test_a_new_folder_is_installed_anew() -> None:
     """An editable install keeps a table of where modules lay: one that moved would not be found until it is made again."""
-    said = re.search(r"^\$\(VENV\)/\.installed:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    said = re.search(r"^\$\(VENV\)/\.package:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert said is not None and "policies/*/__init__.py" in said[1]
 
 
