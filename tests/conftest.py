@@ -39,6 +39,7 @@ _TESTS = Path(__file__).parent
 # half a minute. So all workers end at the same time.
 _LONGEST = (
     *("exactness/test_leaks.py", "exactness/test_models.py", "tools/test_docs.py", "driver/test_sanitizers.py"),
+    "compiled_programs/test_launches.py",
     *("exactness/test_children.py", "job/test_trouble.py", "job/test_matrix.py", "memdev/test_managed.py"),
     *("pager/test_plans.py", "exactness/test_hostile.py", "tools/test_run_script.py", "pager/test_distributed.py"),
     *("exactness/test_threads.py", "tools/test_bench.py", "budget/test_floor.py", "pager/test_plans_beside.py"),
