@@ -75,7 +75,7 @@ demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup compiled ## what a change has to pass
-	@echo "make test: 12 to 17 minutes on two cores; make test-fast takes two"
+	@echo "make test: about 17 minutes on two cores; make test-fast takes two"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-fast: setup compiled ## a case a rule, the core, policies, the text of tools, in two minutes

@@ -131,8 +131,8 @@ def test_within_three_percent_of_the_optimum() -> None:
 @pytest.mark.parametrize(
     ("writer", "rate"),
     [
-        pytest.param(writer, rate, marks=[pytest.mark.slow] * (nth % 2 == (rate is None)))
-        for nth, writer in enumerate(PASSES)
+        pytest.param(*one.values, rate, id=f"{one.id}-{rate}", marks=[pytest.mark.slow] * (nth % 2 == (rate is None)))
+        for nth, one in enumerate(PASSES)
         for rate in (None, 1e8)
     ],
 )
