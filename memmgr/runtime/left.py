@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,7 +63,8 @@ class LeftPlans:
         self._modules = modules
         self._happened = happened
         self._places: dict[tuple[int, int], _Place] = {}
-        self._learning = 0  # passes
+        self._tries = 0  # passes for which modules were named
+        self._learning = False
 
     def note(self, ended: PeriodInfo, plan: Noted) -> None:
         """A period left a plan.
@@ -88,13 +90,17 @@ class LeftPlans:
         self._learn(all(p.named for p in self._places.values()))
 
     def _learn(self, done: bool) -> None:
-        if done or self._learning >= MODULE_TRIES * len(self._places):
-            if self._learning:
-                self._modules.learn(False)
-            self._learning = 0 if done else self._learning
-        else:
-            self._learning += 1
-            self._modules.learn(True)
+        wanted = not done and self._tries < MODULE_TRIES * len(self._places) and not _has_compiled()
+        self._tries += wanted
+        if wanted != self._learning:
+            self._learning = wanted
+            self._modules.learn(wanted)
+
+    def close(self) -> None:
+        """Modules are named no more."""
+        if self._learning:
+            self._learning = False
+            self._modules.learn(False)
 
     def lines(self, left_passes: int, passes: int) -> list[str]:
         """A line for the summary; none where few passes leave a plan.
@@ -107,6 +113,12 @@ class LeftPlans:
             return []
         most = max(self._places.values(), key=lambda place: place.passes)
         return [f"{left_passes:,} of {passes:,} passes left a plan, {most.passes:,} of them at {most.text}"]
+
+
+def _has_compiled() -> bool:
+    """Dynamo compiles once more where modules have global hooks, which naming them takes."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def _module(now: TimelineColumns, at: int) -> int:

@@ -373,4 +373,5 @@ class Plans:
 
     def close(self) -> None:
         """No plan is made from here on, and the one that is being made is given up."""
+        self.left.close()
         self._executor.end(self._thread)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,22 @@ CHANGES = {
 }
 
 
-def trained_under(change: str, **options: Any) -> tuple[Any, dict[str, Any], list[str]]:
-    """The bits, the figures and the lines about plans that were left."""
+def trained_under(change: str, steps: int = STEPS, **options: Any) -> tuple[Any, dict[str, Any], list[str]]:
+    """The bits, the figures and the lines about plans that were left. No hook stays."""
     make = functools.partial(Changing, change)
     limit = int(need(Changing) * 0.65)
     torch.manual_seed(0)
     with memmgr.budget(limit, **options) as mm:
         training, losses = make(), []
-        for _ in range(STEPS):
+        for _ in range(steps):
             losses.append(training.step())
             settled()
         runtime: Any = _budget.current()
         stats = mm.stats()
         lines = runtime.plans.left.lines(stats["left_passes"], stats["passes"])
-        assert not nn.modules.module._global_forward_hooks, "modules are named only while that is asked"
+        learning = bool(nn.modules.module._global_forward_hooks)
+    assert not nn.modules.module._global_forward_hooks
+    assert learning == (steps < STEPS)
     return (losses, bits(training)), stats, lines
 
 
@@ -99,6 +102,17 @@ def test_the_summary_and_the_log_say_why_passes_leave_a_plan(capfd: pytest.Captu
     told = [line["text"] for line in lines if line.get("what") == "left_plan"]
     assert any("`aten::sigmoid`" in text for text in told)
     assert len(told) == len(set(told))
+
+
+def test_a_budget_that_closes_while_modules_are_named_leaves_no_hook() -> None:
+    """Its last pass was the first that left a plan."""
+    trained_under("op", PLANNED + 1, quiet=True)
+
+
+def test_modules_are_not_named_in_a_process_that_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch._dynamo.utils.counters, "frames", Counter(total=1))
+    with pytest.raises(AssertionError, match="assert False == "):  # no hooks while it was open
+        trained_under("op", PLANNED + 1, quiet=True)
 
 
 def test_passes_that_follow_their_plan_are_not_mentioned() -> None:
