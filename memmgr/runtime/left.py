@@ -64,7 +64,7 @@ class LeftPlans:
         self._happened = happened
         self._places: dict[tuple[int, int], _Place] = {}
         self._tries = 0  # passes for which modules were named
-        self._learning = False
+        self._learning = self._closed = False
 
     def note(self, ended: PeriodInfo, plan: Noted) -> None:
         """A period left a plan.
@@ -90,7 +90,8 @@ class LeftPlans:
         self._learn(all(p.named for p in self._places.values()))
 
     def _learn(self, done: bool) -> None:
-        wanted = not done and self._tries < MODULE_TRIES * len(self._places) and not _has_compiled()
+        may = not self._closed and self._tries < MODULE_TRIES * len(self._places) and not _has_compiled()
+        wanted = may and not done
         self._tries += wanted
         if wanted != self._learning:
             self._learning = wanted
@@ -98,6 +99,7 @@ class LeftPlans:
 
     def close(self) -> None:
         """Modules are named no more."""
+        self._closed = True
         if self._learning:
             self._learning = False
             self._modules.learn(False)

@@ -157,8 +157,11 @@ class Plans:
         """A period that was noted; its timeline is at hand. One thread at a time."""
         if not self.asked:
             return
-        if known := self._known.get(ended["left_plan"]):
-            self.left.note(ended, known.period)
+        try:
+            if known := self._known.get(ended["left_plan"]):
+                self.left.note(ended, known.period)
+        except Exception as error:  # it costs an explanation, and not the user's backward
+            self._happened("left_plan", ops=ended["ops"], text=f"{type(error).__name__}: {error}")
         self._begin(ended, lambda: self._to_plan(ended))
 
     def loop_turned(self, ended: PeriodInfo) -> None:
