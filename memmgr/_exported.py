@@ -1,9 +1,10 @@
-"""NumPy arrays and DLPack capsules over tensors from the time before a budget (rule 9).
+"""NumPy arrays, DLPack capsules and slices of storages from the time before a budget, or from an earlier one (rule 9).
 
-From `import memmgr` on, `Tensor.numpy` and `Tensor.__dlpack__` are noted. A budget that opens keeps the bytes of these tensors
-where they are: those of arrays that live, and those of DLPack while the storage lives.
+From `import memmgr` on, `Tensor.numpy`, `Tensor.__dlpack__` and slices of `UntypedStorage` are noted. A budget that opens keeps
+the bytes of these tensors where they are: those of arrays that live, and the others while the storage lives. Slices of a mapped
+file may leave: the pager knows their ranges.
 
-Known limitation: an array from before `import memmgr` is not known.
+Known limitation: an array or a slice from before `import memmgr` is not known.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Exported:
 
     def __init__(self) -> None:
         self._arrays: dict[int, weakref.ref[Any]] = {}
-        self._storages: dict[int, int] = {}  # address of the storage: the same, with a weak reference
+        # Addresses of storages, each with a weak reference.
+        self._storages: dict[int, int] = {}
+        self._sliced: dict[int, int] = {}
 
     def begin(self) -> None:
         """Notes from now on. Only once a process."""
@@ -31,6 +34,11 @@ class Exported:
             return
         for name, note in (("numpy", self._note_array), ("__dlpack__", self._note_storage)):
             setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), note))
+        setattr(torch.UntypedStorage, "__getitem__", self._noting_slices(torch.UntypedStorage.__getitem__))  # noqa: B010
+
+    def sliced(self) -> Iterator[torch.UntypedStorage]:
+        """Storages that have slices, or had some."""
+        return _alive(self._sliced)
 
     def owners(self) -> Iterator[torch.Tensor | torch.UntypedStorage]:
         """Tensors and storages whose bytes others can reach."""
@@ -38,10 +46,7 @@ class Exported:
             array = reference()
             if array is not None and isinstance(array.base, torch.Tensor):
                 yield array.base
-        for address in list(self._storages):
-            storage = torch.UntypedStorage._new_with_weak_ptr(address)
-            if storage is not None:
-                yield storage
+        yield from _alive(self._storages)
 
     def _note_array(self, tensor: torch.Tensor, array: Any) -> None:
         if tensor.nbytes < LEAST_BYTES and tensor.untyped_storage().nbytes() < LEAST_BYTES:
@@ -49,12 +54,33 @@ class Exported:
         key = id(array)
         self._arrays[key] = weakref.ref(array, lambda _: self._arrays.pop(key, None))
 
+    def _noting_slices(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def item(storage: Any, index: Any) -> Any:
+            made = original(storage, index)
+            if isinstance(index, slice):
+                _keep(self._sliced, storage)
+            return made
+
+        return item
+
     def _note_storage(self, tensor: torch.Tensor, _: Any) -> None:
-        for address in [a for a in self._storages if torch.UntypedStorage._expired(a)]:
-            torch.UntypedStorage._free_weak_ref(self._storages.pop(address))
-        storage: Any = tensor.untyped_storage()
-        if storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage._weak_ref()
+        _keep(self._storages, tensor.untyped_storage())
+
+
+def _keep(storages: dict[int, int], storage: Any) -> None:
+    if storage.nbytes() < LEAST_BYTES or storage._cdata in storages:
+        return
+    for address in [a for a in storages if torch.UntypedStorage._expired(a)]:
+        torch.UntypedStorage._free_weak_ref(storages.pop(address))
+    storages[storage._cdata] = storage._weak_ref()
+
+
+def _alive(storages: dict[int, int]) -> Iterator[torch.UntypedStorage]:
+    for address in list(storages):
+        storage = torch.UntypedStorage._new_with_weak_ptr(address)
+        if storage is not None:
+            yield storage
 
 
 def _noting(original: Callable[..., Any], note: Callable[[torch.Tensor, Any], None]) -> Callable[..., Any]:

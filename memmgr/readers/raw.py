@@ -89,6 +89,8 @@ class RawReaders:
         for exporting in exported.owners():
             for addressed in storages([exporting]):
                 self._pager.escape(addressed, Escape.NUMPY)
+        for storage in exported.sliced():
+            self._pager.escape(storage._cdata, Escape.SLICE)
         wrap(torch.Tensor, "numpy", functools.partial(self._escaping, Escape.NUMPY))
         wrap(torch.Tensor, "__dlpack__", functools.partial(self._escaping, Escape.DLPACK))
         for owner, name in (

@@ -150,3 +150,35 @@ for name in ("numpy", "asarray", "dlpack"):
     del part, tensor, others
 """
     subprocess.run([sys.executable, "-c", child], check=True)
+
+
+@pytest.mark.parametrize("when", ["before", "in an earlier budget"])
+@pytest.mark.parametrize("kind", ["usual", "mapped"])
+@pytest.mark.parametrize("policy", ["auto", "torture"])
+def test_a_slice_of_a_storage_shares_its_bytes_in_later_budgets(tmp_path, when, kind, policy):
+    child = f"""
+import contextlib, torch, memmgr
+torch.arange(60000.0).numpy().tofile({str(tmp_path / "f")!r})
+first = memmgr.budget({16 * EACH}, device="cpu", quiet=True)
+with first if {when != "before"} else contextlib.nullcontext():
+    storage = torch.arange(60000.0).untyped_storage()
+    if {kind == "mapped"}:
+        storage = torch.UntypedStorage.from_file({str(tmp_path / "f")!r}, False, 240000)
+    whole = torch.empty(0).set_(storage, 0, (60000,), (1,))
+    whole[:9].mul_(2)
+    part = torch.empty(0).set_(storage[4000:200000], 0, (49000,), (1,))
+    del storage
+    part.add_(3)
+    assert torch.equal(part, whole[1000:50000])
+for _ in range(2):
+    with memmgr.budget({16 * EACH}, device="cpu", quiet=True, policy={policy!r}):
+        others = [torch.randn(60000) for _ in range(6)]
+        whole.add_(1)
+        del others
+    others = [torch.zeros(60000) for _ in range(6)]
+    assert torch.equal(part, whole[1000:50000])
+    assert part.data_ptr() - whole.data_ptr() == 4000
+    part.fill_(7)
+    assert not any(t.any() for t in others) and bool((whole[1000:50000] == 7).all())
+"""
+    subprocess.run([sys.executable, "-c", child], check=True)
