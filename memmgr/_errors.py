@@ -89,9 +89,14 @@ class BudgetError(OutOfMemoryError):
         self._enough_bytes = size
 
     @property
-    def args(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def args(self) -> tuple[Any, ...]:
         self._tell()
         return _ARGS.__get__(self)  # type: ignore[no-any-return]
+
+    @args.setter
+    def args(self, values: tuple[Any, ...]) -> None:
+        self._tell()
+        _ARGS.__set__(self, values)
 
     def __str__(self) -> str:
         self._tell()

@@ -663,3 +663,13 @@ def test_error_that_is_read_late_says_the_same() -> None:
         assert str(each) == text == each.args[0] and "whole step" in text
         assert each.enough_bytes == error.enough_bytes and repr(each).startswith("BudgetError(")
     assert "__new__" not in vars(torch.OutOfMemoryError) and str(torch.OutOfMemoryError("words")) == "words"
+
+
+def test_callers_may_add_to_the_text_of_an_error() -> None:
+    """Dynamo does so with errors of a graph that it compiles."""
+    with memmgr.budget("1MB", device="cpu", quiet=True), pytest.raises(memmgr.BudgetError) as caught:
+        torch.empty(1_000_000)
+    error = caught.value
+    text = str(error)
+    error.args = (text + "\nfrom the program", *error.args[1:])
+    assert str(error) == text + "\nfrom the program" and "A budget of" in str(error)
