@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import numpy as np
 import pytest
 import torch
@@ -181,4 +182,4 @@ for _ in range(2):
     part.fill_(7)
     assert not any(t.any() for t in others) and bool((whole[1000:50000] == 7).all())
 """
-    subprocess.run([sys.executable, "-c", child], check=True)
+    forkserver.run([sys.executable, "-c", child], check=True)
