@@ -86,6 +86,7 @@ class Run:
         made = len(self.asked)
         info: Any = {
             "hash": key, "before": self.before, "ops": 3, "followed": followed, "short": short, "trials": trials,
+            "left_plan": 0, "left_at": 0,
         }  # fmt: skip
         self.before = key
         self.plans.period_ended(info)
@@ -105,10 +106,10 @@ def test_without_a_tier_the_second_period_is_planned(monkeypatch: pytest.MonkeyP
     assert [run.ends(key) for key in (1, 2, 2, 2)] == [False, True, False, False]
 
 
-def test_a_long_period_is_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_period_is_planned_at_once_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.pager.noted = columns([0, 0, 0], seconds=60.0)
-    assert [run.ends(key) for key in (1, 2, 2)] == [True, True, True], "the last one as a cycle"
+    assert [run.ends(key) for key in (1, 2, 2)] == [False, True, True], "the last one as a cycle"
 
 
 def test_sequences_in_turn_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +193,22 @@ def test_what_can_leave_as_bits_is_counted_without_a_trace(bits: int, flags: int
     noted["ordinal"] = np.array([0, 1, 0, 2, 3, 3], dtype="u4").tobytes()
     period = Noted(noted, ())
     assert period.two_valued == period.measured().two_valued
+
+
+def test_a_long_search_is_for_a_period_that_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.pager.noted = columns([0, 0, 0], seconds=60.0)
+    monkeypatch.setattr(plans, "QUICK_OPS", 3)
+    asked: list[str] = []
+    for name in ("QUICK", "PLANNERS"):
+        planner = lambda *_, name=name: asked.append(name) or Scheduled((), 1.3, 1.0)  # noqa: E731
+        monkeypatch.setattr(planning, name, {"plan": planner})
+    for key in (1, 2):
+        run.ends(key)
+    assert asked == ["QUICK"]
+    for _ in range(3):
+        run.ends(2, followed=True)
+    assert asked == ["QUICK", "QUICK", "PLANNERS"], "the quick one first, as a cycle"
 
 
 @pytest.mark.parametrize(
