@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
 from _training import FP32, SIZES, recomputed
-from _turns import in_turns, take_turns
+from _turns import forget_peak, in_turns, memory, take_turns
 from model_states import needs
 
 import memmgr
@@ -125,16 +125,6 @@ SYSTEMS = {
     "accelerate cpu_offload": System(Accelerate, note=TO_CPU),
     "FSDP2, CPUOffloadPolicy, one rank": System(FSDP2, note=TO_CPU),
 }
-
-
-def memory(name: str) -> int:
-    """Bytes of the resident set: VmRSS, or VmHWM, the most since `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe: Connection) -> None:

@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import hashlib
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +30,11 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
+
+from _training import digest_of
+from _turns import forget_peak, memory
+
 import memmgr
 
 SPARE = 64_000_000
@@ -37,26 +42,9 @@ PROMPT = 8
 TINY = "tiny"  # the folder of a model that is run first
 
 
-def memory(name: str) -> int:
-    """Bytes of the resident set: VmRSS, or VmHWM, the most since `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def digest(tensors: Any) -> str:
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
 @contextlib.contextmanager
 def within(limit: int | None) -> Iterator[Callable[[], dict[str, Any]]]:
-    """A budget, if there is a limit. Yields the function that has its figures; the peak is the one inside of it."""
+    """A budget, if there is a limit. Yields a function that returns its figures."""
     if limit is None:
         yield dict
         return
@@ -150,7 +138,7 @@ def train(adapter: bool, folder: str, limit: int | None, args: Any) -> dict[str,
         "first_seconds": 0.0,
         "rate": args.steps / seconds,
         "unit": "steps/s",
-        "bits": digest(model.parameters()),
+        "bits": digest_of(model.parameters()),
         "counted": counted.get("resident_bytes.peak"),
         "need": counted.get("unmanaged_peak_bytes"),
     }

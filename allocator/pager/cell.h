@@ -197,8 +197,8 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
   return p.get_deleter() == &memmgr_pager_end_of_storage ? static_cast<Cell*>(p.get_context()) : nullptr;
 }
 
-// May this storage become a cell: memory of the pool, of torch's default allocator, or of a private mapping, that is
-// nobody else's?
+// True if this storage may become a cell: its memory is the pool's, the default allocator's of torch, or a private
+// mapping, and no other library has it.
 bool adoptable(const c10::StorageImpl* s);
 // Too small to be paged, or without bytes: its size is a symbol.
 inline bool is_small(const c10::StorageImpl* s) {

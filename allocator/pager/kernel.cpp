@@ -113,7 +113,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame;
   frame.may_wait(depth.outermost());
-  frame.reads_hardly(info->storage_op || info->reads_one);
+  frame.reads_hardly(info->reads_hardly);
   std::unique_ptr<Frame> extra;  // for tensors that no argument shows
   const size_t n = info->arguments, base = stack->size() - n;
   const c10::IValue* args = stack->data() + base;

@@ -220,8 +220,8 @@ PyObject* py_close(PyObject*, PyObject*) {
     };
     for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells come back
       for (auto& [c, s] : cells) {
-        if (c->given_up || (resident && !c->resident()))
-          continue;  // its readers are told; this budget has lost nothing
+        // Readers of a cell that an earlier budget gave up are told; this one has lost nothing.
+        if (c->given_up || (resident && !c->resident())) continue;
         try {
           bool back = return_to_mapping(c);
           if (!back && !resident) {

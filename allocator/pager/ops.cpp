@@ -318,7 +318,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   overwriter = overwriters().count(name) > 0;
   fills = fillers().count(name) > 0;
   storage_op = storage_ops().count(name) > 0;
-  reads_one = name == "aten::_local_scalar_dense";
+  reads_hardly = storage_op || name == "aten::_local_scalar_dense";
   lazy_clone = name == "aten::_lazy_clone";
   list_op = is_list_op(schema);
   nested = name.rfind("aten::_nested", 0) == 0;

@@ -45,7 +45,7 @@ struct OpInfo {
   bool pointwise = false;      // an element of its result is made of the same one of its tensors
   bool fills = false;          // makes one value everywhere, of no bytes
   bool storage_op = false;     // changes whose storage it is, or how long
-  bool reads_one = false;      // element, as a number
+  bool reads_hardly = false;   // one element of a tensor at most: as a number, or it only changes its storage
   bool lazy_clone = false;
   bool list_op = false;       // may run in slices (list_ops.h)
   bool nested = false;        // its arguments or results may be nested tensors' sizes

@@ -66,6 +66,8 @@ class PagedGraphs:
                 why = ""
             except _NotPagedError as error:
                 why = str(error)
+            except Exception as error:  # code as no release that we know writes it
+                why = f"{type(error).__name__}: {error}"
             self._known[id(code)] = code, not why
             told, self._told = self._told, self._told or bool(why)
         if why and not told:

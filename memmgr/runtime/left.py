@@ -11,7 +11,7 @@ import numpy as np
 from memmgr._sizes import show_size
 from memmgr.native.pager import Pager, PeriodInfo, TimelineColumns
 
-from .timeline import Noted
+from .timeline import TOUCH_MAKES, Noted
 
 MOST_PLACES = 32
 """Places at which passes leave plans that are told apart; a program with more has no passes that repeat."""
@@ -21,8 +21,6 @@ MODULE_TRIES = 3
 
 WORTH_SAYING = 0.1
 """The share of the passes that leave a plan from which the summary says why."""
-
-_MAKES = 2  # allocator/pager/timeline.h
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,12 @@ class LeftPlans:
         if place is None and len(self._places) >= MOST_PLACES:
             return
         if place is None or (self._learning and not place.named):
-            now = self._pager.timeline()
-            name = self._modules.name(_module(now, key[1]))
-            text = f"op {key[1] + 1:,} of {plan.ops:,}, {difference(plan.columns, now, key[1], name)}"
+            text, named = difference(plan.columns, self._pager.timeline(), key[1], self._modules.name)
             if place is None:
-                place = self._places[key] = _Place(text, name is not None)
+                place = self._places[key] = _Place(text, named)
                 self._happened("left_plan", ops=ended["ops"], text=text)
             else:
-                place.text, place.named = text, name is not None
+                place.text, place.named = text, named
         place.passes += 1
         self._learn(all(p.named for p in self._places.values()))
 
@@ -120,12 +116,7 @@ class LeftPlans:
 def _has_compiled() -> bool:
     """Dynamo compiles once more where modules have global hooks, which naming them takes."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])
-
-
-def _module(now: TimelineColumns, at: int) -> int:
-    numbers = np.frombuffer(now["module"], dtype=np.uint32)
-    return int(numbers[at]) if at < len(numbers) else 0
+    return dynamo is not None and bool(dynamo.counters.get("frames"))
 
 
 class _Ops:
@@ -138,6 +129,7 @@ class _Ops:
         self._ordinal = np.frombuffer(columns["ordinal"], dtype=np.uint32)
         self._flags = columns["flags"]
         self._sizes = np.frombuffer(columns["sizes"], dtype=np.uint64)
+        self._module = np.frombuffer(columns["module"], dtype=np.uint32)
 
     def __len__(self) -> int:
         return len(self._op)
@@ -145,39 +137,50 @@ class _Ops:
     def name(self, at: int) -> str:
         return f"`{self._names[self._op[at]]}`"
 
+    def module(self, at: int) -> int:
+        """The number of its module; 0: it is not known."""
+        return int(self._module[at])
+
     def cells(self, at: int, *, made: bool) -> list[tuple[int, int]]:
         """Pairs of ordinal and bytes of the cells that the op made, or of those that it was given."""
         end = int(self._first[at + 1]) if at + 1 < len(self) else len(self._flags)
-        touched = (i for i in range(int(self._first[at]), end) if bool(self._flags[i] & _MAKES) == made)
+        touched = (i for i in range(int(self._first[at]), end) if bool(self._flags[i] & TOUCH_MAKES) == made)
         return [(int(self._ordinal[i]), int(self._sizes[self._ordinal[i]])) for i in touched]
 
 
-def difference(plan: TimelineColumns, now: TimelineColumns, at: int, module: str | None = None) -> str:
+def difference(
+    plan: TimelineColumns, now: TimelineColumns, at: int, module: Callable[[int], str | None]
+) -> tuple[str, bool]:
     """The first difference of a period from the one that was planned.
 
     Args:
         plan: the period that was planned.
         now: the other one.
-        at: the first position whose op, or the results of the op before, differ.
-        module: of the op at it.
+        at: the first position at which they differ: in the op there, or in the results of the op before.
+        module: the name of a module by its number.
 
     Returns:
-        Words such as "`aten::mul` in `GPT.blocks.3`: a new size, 4.2 MB for 4.0 MB".
+        Words such as "op 412 of 705, `aten::mul` in `GPT.blocks.3`: a new size, 4.2 MB for 4 MB", and whether the module is in
+        them.
     """
     planned, ran = _Ops(plan), _Ops(now)
-    place = f" in `{module}`" if module else ""
-    if at >= len(ran):
-        return f"{planned.name(at)}: the pass has ended before it" if at < len(planned) else "the end"
-    if at > 0 and at <= len(planned):
+    words = ""
+    if 0 < at <= min(len(planned), len(ran)):
         words = _cells(planned.cells(at - 1, made=True), ran.cells(at - 1, made=True), "results")
-        if words:
-            return f"the op before it, {ran.name(at - 1)}{place}: {words}"
-    if at >= len(planned):
-        return f"{ran.name(at)}{place}: the plan has ended before it"
-    if ran.name(at) != planned.name(at):
-        return f"{ran.name(at)}{place} in the place of {planned.name(at)}"
-    words = _cells(planned.cells(at, made=False), ran.cells(at, made=False), "arguments")
-    return f"{ran.name(at)}{place}: {words or 'other arguments'}"
+    if words or at >= max(len(planned), len(ran)):
+        at -= 1
+        words = words or "other results"
+    elif at >= len(ran):
+        return f"op {at:,} of {len(planned):,}, the last one of these passes", True
+    elif at >= len(planned):
+        words = "the plan has ended before it"
+    elif ran.name(at) == planned.name(at):
+        words = _cells(planned.cells(at, made=False), ran.cells(at, made=False), "arguments") or "other arguments"
+    else:
+        words = f"in the place of {planned.name(at)}"
+    name = module(ran.module(at))
+    place = f" in `{name}`" if name else ""
+    return f"op {at + 1:,} of {len(planned):,}, {ran.name(at)}{place}: {words}", name is not None
 
 
 def _cells(planned: list[tuple[int, int]], ran: list[tuple[int, int]], what: str) -> str:

@@ -208,9 +208,8 @@ class Plans:
             # gains nothing.
             if not self._may_plan() or (len(self._known) >= FIRST_PLANS and not before):
                 return None
-            # The very first makes the optimizer's states, and never comes again; a plan of it would be in the way of the
-            # next one's. A period that comes again at once gets a better plan, as a cycle: beside short ones the first
-            # plan would be there too late to be followed.
+            # Most optimizers make their states in the very first, which then never comes again: the next one's plan would
+            # wait for its plan. A period that comes again at once gets a better plan, as a cycle. Short periods wait for it.
             if not before and (first or (self._offload and self._shorter_than_a_plan())):
                 return None
             return self._known_anew(ended, repeats=repeats, again=before)

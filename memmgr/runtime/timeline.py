@@ -35,7 +35,8 @@ BETWEEN = "(between ops)"
 COMES = "(not by an op)"
 UNPACK = "(unpack)"
 _PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/victims.cpp has it
-_WRITES, _MAKES, _RECIPE, _COMES = 1, 2, 4, 16  # allocator/pager/timeline.h
+TOUCH_MAKES = 2
+_WRITES, _RECIPE, _COMES = 1, 4, 16  # allocator/pager/timeline.h
 _BEFORE = 1 << 31  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS, READS = 0, 1, 2, 3
@@ -109,7 +110,7 @@ class Noted:
         """How many storages can leave as bits; `Measured.two_valued`, without a trace."""
         flags = np.frombuffer(self.columns["flags"], dtype=np.uint8)
         first_touch = np.frombuffer(self.columns["first_touch"], dtype=np.uint32)
-        made = np.flatnonzero(flags & (_MAKES | _WRITES))
+        made = np.flatnonzero(flags & (TOUCH_MAKES | _WRITES))
         cell = np.frombuffer(self.columns["ordinal"], dtype=np.uint32)[made].astype(np.int64)
         op = np.searchsorted(first_touch, made, side="right").astype(np.int64)
         _, first = np.unique(op << 32 | cell, return_index=True)  # of an op that has a cell twice among its arguments
@@ -193,7 +194,7 @@ class _Builder:
             self.constant("elsewhere", int(self.other.max()))
         seen: set[int] = set()
         for ordinal, flags in zip(self.touched, self.flags, strict=True):
-            if ordinal not in seen and not flags & (_MAKES | _COMES):
+            if ordinal not in seen and not flags & (TOUCH_MAKES | _COMES):
                 self.constant(str(ordinal), self.sizes[ordinal], ordinal)
             seen.add(ordinal)
         waited = 0.0
@@ -257,7 +258,7 @@ class _Builder:
         for i in range(self.first_touch[k], self.first_touch[k + 1]):
             ordinal, flags = self.touched[i], self.flags[i]
             old = self.now.get(ordinal)
-            if flags & (_MAKES | _WRITES):
+            if flags & (TOUCH_MAKES | _WRITES):
                 if ordinal in made:
                     continue  # twice among the arguments
                 bits = self.bits[i] if flags & _RECIPE else 0

@@ -1607,8 +1607,8 @@ void fake_set_hollow(int on) {
   fake.hollow = on != 0;
 }
 
-// Describes the next host function that this thread launches: its engine (virtual_time::Engine), its seconds there and
-// of the host, and the bytes that it works on.
+// Describes the next host function that this thread launches: its engine (virtual_time::Engine), its seconds there, the
+// seconds of the host, and the bytes that it works on.
 void fake_next_work(int engine, double seconds, double host_seconds, uint64_t bytes, const char* label) {
   Fake& fake = Get();
   Hold hold(fake.mutex);

@@ -22,7 +22,7 @@
 //   host_alloc, host_register    seconds a byte
 //
 // Known limitations: kernels of different streams run one after the other; kernels and copies do not slow each other.
-// What the program's own threads compute is free, memmgr's code among it. A program that waits for another thread, not
+// Computing on the host takes no virtual time, memmgr's own code included. A program that waits for another thread, not
 // for work, does not take over that thread's clock.
 #pragma once
 

@@ -52,7 +52,7 @@ using CUcontext = void*;
 constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
 constexpr int kMostDevices = 8;
 
-// What the double of the driver has besides: its virtual time (driver/virtual_time.h).
+// Functions of the double alone: its virtual time (driver/virtual_time.h).
 #define MEMDEV_DOUBLE_FUNCTIONS(X)                                                                              \
   X(void, next_work, "fake_next_work", (int engine, double seconds, double host_seconds, uint64_t bytes, const char*)) \
   X(double, figure, "fake_figure", (const char* name))

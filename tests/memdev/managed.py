@@ -47,18 +47,11 @@ def _wide_mlp() -> scenarios.Case:
     return model, batch, lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
 
 
-def _gpt() -> scenarios.Case:
-    config = scenarios.models._gpt.GPTConfig(layers=2, heads=2, width=32, context=32, dropout=0.1)
-    tokens, targets = torch.randint(256, (8, 32)), torch.randint(256, (8, 32))
-    return scenarios.models._gpt.GPT(config), [tokens, targets], lambda m, x, y: m(x, y)
-
-
-def _convnet() -> scenarios.Case:
-    images, labels = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
-    return scenarios.models._convnet.ConvNet(width=8, stages=2, blocks=1), [images, labels], lambda m, x, y: m(x, y)
-
-
-MODELS = {"mlp": _wide_mlp, "gpt": _gpt, "convnet": _convnet}
+MODELS = {
+    "mlp": _wide_mlp,
+    "gpt": functools.partial(scenarios.gpt, width=32, context=32, batch=8),
+    "convnet": functools.partial(scenarios.convnet, width=8, batch=16),
+}
 
 
 def trains(mode: str, seed: int, models: list[str], policies: list[str], piece: int = 0) -> dict[str, Any]:

@@ -35,17 +35,17 @@ def mlp() -> Case:
     return model, [torch.randn(8, 16), torch.randint(10, (8,))], lambda m, x, y: F.cross_entropy(m(x), y)
 
 
-def gpt() -> Case:
+def gpt(width: int = 32, context: int = 16, batch: int = 4) -> Case:
     """The demo's GPT, tiny: embeddings, attention, dropout."""
-    config = models._gpt.GPTConfig(layers=2, heads=2, width=32, context=16, dropout=0.1)
-    tokens, targets = torch.randint(256, (4, 16)), torch.randint(256, (4, 16))
+    config = models._gpt.GPTConfig(layers=2, heads=2, width=width, context=context, dropout=0.1)
+    tokens, targets = torch.randint(256, (batch, context)), torch.randint(256, (batch, context))
     return models._gpt.GPT(config), [tokens, targets], lambda m, x, y: m(x, y)
 
 
-def convnet() -> Case:
+def convnet(width: int = 4, blocks: int = 1, batch: int = 4) -> Case:
     """The demo's residual convnet, tiny: batch norm, whose statistics move in a hidden write."""
-    images, labels = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
-    return models._convnet.ConvNet(width=4, stages=2, blocks=1), [images, labels], lambda m, x, y: m(x, y)
+    images, labels = torch.randn(batch, 3, 16, 16), torch.randint(10, (batch,))
+    return models._convnet.ConvNet(width=width, stages=2, blocks=blocks), [images, labels], lambda m, x, y: m(x, y)
 
 
 def pooled() -> Case:

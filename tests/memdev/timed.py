@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -23,20 +24,10 @@ from memmgr.native import pager  # isort: skip
 from memmgr.native.build import load_core  # isort: skip
 
 
-def gpt() -> scenarios.Case:
-    """The demo's GPT: tensors of 128 to 512 KiB."""
-    config = scenarios.models._gpt.GPTConfig(layers=2, heads=2, width=64, context=64, dropout=0.1)
-    tokens, targets = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
-    return scenarios.models._gpt.GPT(config), [tokens, targets], lambda m, x, y: m(x, y)
-
-
-def convnet() -> scenarios.Case:
-    """The demo's residual convnet."""
-    images, labels = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
-    return scenarios.models._convnet.ConvNet(width=16, stages=2, blocks=2), [images, labels], lambda m, x, y: m(x, y)
-
-
-MODELS: dict[str, Callable[[], scenarios.Case]] = {"gpt": gpt, "convnet": convnet}
+MODELS: dict[str, Callable[[], scenarios.Case]] = {
+    "gpt": functools.partial(scenarios.gpt, width=64, context=64, batch=8),  # tensors of 128 to 512 KiB
+    "convnet": functools.partial(scenarios.convnet, width=16, blocks=2, batch=16),
+}
 
 
 class Training:

@@ -60,14 +60,16 @@ class Changing(models.Training):
 
 
 CHANGES = {
-    "op": r"`aten::sigmoid` in `Layers\.extra` in the place of `aten::addmm`",
-    "size": r"`aten::cat` in `Layers` in the place of `aten::addmm`",
-    "batch": r"the op before it, `aten::clone`.*: a new size, 25\d kB for 524 kB",
+    "op": r"`aten::sigmoid` in `Layers\.extra`: in the place of `aten::addmm`",
+    "size": r"`aten::cat` in `Layers`: in the place of `aten::addmm`",
+    "batch": r"`aten::clone`: a new size, 25\d kB for 524 kB",
 }
 
 
-def trained_under(change: str, steps: int = STEPS, **options: Any) -> tuple[Any, dict[str, Any], list[str]]:
-    """The bits, the figures and the lines about plans that were left. No hook stays."""
+def trained_under(
+    change: str, steps: int = STEPS, named: bool = False, **options: Any
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """The bits, the figures and the lines about plans that were left. No hook stays. `named`: modules are named at the end."""
     make = functools.partial(Changing, change)
     limit = int(need(Changing) * 0.65)
     torch.manual_seed(0)
@@ -81,7 +83,7 @@ def trained_under(change: str, steps: int = STEPS, **options: Any) -> tuple[Any,
         lines = runtime.plans.left.lines(stats["left_passes"], stats["passes"])
         learning = bool(nn.modules.module._global_forward_hooks)
     assert not nn.modules.module._global_forward_hooks
-    assert learning == (steps < STEPS)
+    assert learning == named
     return (losses, bits(training)), stats, lines
 
 
@@ -106,13 +108,12 @@ def test_the_summary_and_the_log_say_why_passes_leave_a_plan(capfd: pytest.Captu
 
 def test_a_budget_that_closes_while_modules_are_named_leaves_no_hook() -> None:
     """Its last pass was the first that left a plan."""
-    trained_under("op", PLANNED + 1, quiet=True)
+    trained_under("op", PLANNED + 1, named=True, quiet=True)
 
 
 def test_modules_are_not_named_in_a_process_that_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch._dynamo.utils.counters, "frames", Counter(total=1))
-    with pytest.raises(AssertionError, match="assert False == "):  # no hooks while it was open
-        trained_under("op", PLANNED + 1, quiet=True)
+    trained_under("op", PLANNED + 1, quiet=True)
 
 
 def test_passes_that_follow_their_plan_are_not_mentioned() -> None:
