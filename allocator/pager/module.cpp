@@ -177,11 +177,22 @@ std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
   return held;
 }
 
-// Storages that were cells of an earlier budget, for those that nobody but a graph of autograd holds. Used with the
-// GIL.
-std::vector<WeakStorage>& former_cells() {
-  static auto* f = new std::vector<WeakStorage>;
+// A storage that was a cell of an earlier budget. A search does not find one that nobody but a graph of autograd holds.
+struct FormerCell {
+  WeakStorage storage;
+  Escape escape;
+};
+
+// The GIL is held.
+std::vector<FormerCell>& former_cells() {
+  static auto* f = new std::vector<FormerCell>;
   return *f;
+}
+
+// True if the address that was handed out is in use for as long as the storage lives (rule 9). Those of NumPy and
+// DLPack are noted with their arrays (memmgr/_exported.py).
+bool outlives_budget(Escape why) {
+  return why == Escape::kPointer || why == Escape::kForeignWrite || why == Escape::kCaptured;
 }
 
 // Bytes that go back to a mapping are in memory twice until the pool's pages are given back.
@@ -258,7 +269,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     cut_recipes(true);
     for (auto& [c, s] : cells)
       if (cell_of(s.get()) == c && c->resident()) {
-        if (!c->small) former_cells().emplace_back(s);
+        if (!c->small) former_cells().push_back({WeakStorage(s), c->escape});
         unadopt(c);
       }
     cells.clear();
@@ -317,15 +328,32 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
     if (gradients && t.defined() && t.is_leaf()) add(t.grad());
     if (gradients && t.defined()) guard_hooks_of(t);
   }
-  for (WeakStorage& w : former_cells())
-    if (StoragePtr s = w.lock())
-      if (adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) found.push_back(std::move(s));
-  former_cells().clear();
+  std::vector<std::pair<StoragePtr, Escape>> escaped;
+  std::vector<FormerCell> kept;  // for a later budget: this one has no cell of it
+  for (FormerCell& former : former_cells()) {
+    StoragePtr s = former.storage.lock();
+    if (!s) continue;
+    const bool outlives = outlives_budget(former.escape);
+    if (adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) {
+      if (outlives) escaped.emplace_back(s, former.escape);
+      found.push_back(std::move(s));
+    } else if (outlives) {
+      kept.push_back(std::move(former));
+    }
+  }
+  former_cells() = std::move(kept);
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
   for (const StoragePtr& s : others) count_fixed(s.get());
-  return PyLong_FromUnsignedLongLong(bytes);
+  return guarded([&] {
+    {
+      const pybind11::gil_scoped_release released;
+      for (const auto& [s, why] : escaped)
+        if (Cell* c = cell_of(s.get())) escape(c, why);
+    }
+    return PyLong_FromUnsignedLongLong(bytes);
+  });
 }
 
 // settle(): what was adopted past the limit leaves. Returns the bytes that are resident beyond it still.

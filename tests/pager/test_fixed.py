@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -183,3 +184,23 @@ for _ in range(2):
     assert not any(t.any() for t in others) and bool((whole[1000:50000] == 7).all())
 """
     forkserver.run([sys.executable, "-c", child], check=True)
+
+
+@pytest.mark.parametrize("policy", ["auto", "torture"])
+def test_an_address_from_an_earlier_budget_stays_valid(policy):
+    with budget():
+        tensor = torch.ones(FLOATS)
+        address = tensor.data_ptr()
+        ctypes.memset(address, 0, 4)
+    with budget(2 * EACH):
+        pass
+    for _ in range(2):
+        with memmgr.budget(8 * EACH, device="cpu", quiet=True, policy=policy):
+            others = [torch.randn(FLOATS) for _ in range(10)]
+            tensor.add_(1)
+            others = [torch.zeros(FLOATS) for _ in range(5)]
+            ctypes.memset(address, 0, EACH)
+            assert not tensor.any()
+            assert tensor.data_ptr() == address
+        del others
+    assert tensor.data_ptr() == address
