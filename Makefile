@@ -106,12 +106,12 @@ check-headers: setup ## compile what faces torch against the headers of other re
 clangd: setup ## build/compile_commands.json, from which clangd knows the headers
 	$(PY) scripts/compile_commands.py
 
-UNITS := $(shell find allocator/pager -name '*.cpp' ! -name pager.cpp)
+UNITS ?= $(shell find allocator/pager -name '*.cpp' ! -name pager.cpp)
 check-units: setup ## compile every file of the pager alone
 	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print(*(f"-isystem {Path(torch.__file__).parent / x}" for x in ("include", "include/torch/csrc/api/include")), \
 	  "-isystem", sysconfig.get_paths()["include"])' > build/unit-flags
 	@for unit in $(UNITS); do echo $$unit; g++ -std=c++20 -DNDEBUG -fsyntax-only -Wall -Wextra -Wno-unused-parameter \
-	  -Wno-missing-field-initializers -Iallocator/include $$(cat build/unit-flags) $$unit || exit 1; done
+	  -Wno-missing-field-initializers -Iallocator/include -Iallocator/pager $$(cat build/unit-flags) $$unit || exit 1; done
 
 bench: setup ## the figures of the README, measured side by side
 	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS)|| exit 1; done

@@ -17,6 +17,7 @@ def main() -> None:
     system = [torch_include, torch_include / "torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
     system += sorted(site.glob("nvidia/*/include"))
     flags = ["g++", "-std=c++20", "-Wall", "-Wextra", "-Wno-unused-parameter", f"-I{ROOT / 'allocator/include'}"]
+    flags += [f"-I{ROOT / 'allocator/pager'}"]
     for folder in system:
         flags += ["-isystem", str(folder)]
     files = [str(path) for path in sorted((ROOT / "allocator").rglob("*.cpp"))]

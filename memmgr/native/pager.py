@@ -27,7 +27,7 @@ SMALL_BYTES = 64 << 10
 
 
 class Escape(enum.IntEnum):
-    """Why an address may not change any more (rule 9); the values are those of `allocator/pager/cell.h`."""
+    """Why an address may not change any more (rule 9); the values are those of `allocator/pager/cells/cell.h`."""
 
     POINTER = 1
     NUMPY = 2
@@ -40,7 +40,7 @@ class Escape(enum.IntEnum):
 
 
 class Order(enum.IntEnum):
-    """The order of victims when malloc chooses; the values are those of `allocator/pager/budget.h`."""
+    """The order of victims when malloc chooses; the values are those of `allocator/pager/base/budget.h`."""
 
     DTR = 0
     LRU = 1
@@ -90,7 +90,7 @@ class PeriodInfo(TypedDict):
 
 
 class TimelineColumns(TypedDict):
-    """A period in columns, as bytes; `allocator/pager/timeline.h` explains them."""
+    """A period in columns, as bytes; `allocator/pager/plan/timeline.h` explains them."""
 
     names: list[str]
     op: bytes
@@ -120,7 +120,7 @@ Addressed = torch.Tensor | int
 
 
 class Pager(Protocol):
-    """The functions of the module; `allocator/pager/module.cpp` defines them."""
+    """The functions of the module; `allocator/pager/python/module.cpp` defines them."""
 
     def open(
         self,
@@ -281,7 +281,7 @@ def load() -> Pager:
             raise NotBuiltError("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
         api = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "api" / "include"  # c10d's headers want it
         compile_library(
-            sources / "pager.cpp", target, [include, python, api], ["c10", "torch_cpu", "torch_python"], what="pager"
+            sources / "pager.cpp", target, [sources, include, python, api], ["c10", "torch_cpu", "torch_python"], what="pager"
         )
         try:
             _loaded = _open(target)

@@ -24,7 +24,7 @@ OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 
 
 class Purpose(enum.IntEnum):
-    """The values are those of `allocator/pager/cell.h`."""
+    """The values are those of `allocator/pager/cells/cell.h`."""
 
     OTHER = 0
     PARAMETER = 1

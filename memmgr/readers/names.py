@@ -1,6 +1,6 @@
 """`data_ptr` for code that only compares addresses: a storage has one name for its whole life, in and out of budgets.
 
-The pager gives the names (`allocator/pager/names.h`). A storage's name is its address until its bytes move, so it
+The pager gives the names (`allocator/pager/cells/names.h`). A storage's name is its address until its bytes move, so it
 agrees with earlier answers of plain torch. Once a storage has another address than its name, these callers have to get
 the name between and after budgets, too: then the patch on `data_ptr` stays until the end of a budget after which there
 is no such storage.

@@ -24,7 +24,7 @@ _BUILT_IN = {
     "largest": Order.LARGEST,
     "delta": Order.DELTA,
 }
-_WAYS = {int(Action.EVICT): 1, int(Action.OFFLOAD): 2}  # allocator/pager/victims.h
+_WAYS = {int(Action.EVICT): 1, int(Action.OFFLOAD): 2}  # allocator/pager/residency/victims.h
 
 
 def order_of(policy: Policy) -> Order:

@@ -34,13 +34,13 @@ if TYPE_CHECKING:  # it imports torch, which the planner's process does without
 BETWEEN = "(between ops)"
 COMES = "(not by an op)"
 UNPACK = "(unpack)"
-_PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/victims.cpp has it
+_PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/residency/victims.cpp has it
 TOUCH_MAKES = 2
-_WRITES, _RECIPE, _COMES = 1, 4, 16  # allocator/pager/timeline.h
-_BEFORE = 1 << 31  # allocator/pager/timeline.h
+_WRITES, _RECIPE, _COMES = 1, 4, 16  # allocator/pager/plan/timeline.h
+_BEFORE = 1 << 31  # allocator/pager/plan/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS, READS = 0, 1, 2, 3
-"""The kinds of a row; `allocator/pager/follow.h`."""
+"""The kinds of a row; `allocator/pager/plan/follow.h`."""
 
 Rows = list[tuple[int, int, int]]
 

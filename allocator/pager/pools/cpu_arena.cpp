@@ -3,10 +3,10 @@
 
 #include <cstring>
 
-#include "../budget.h"
-#include "../checksum.h"
-#include "../reclaim.h"
-#include "pool.h"
+#include "base/budget.h"
+#include "base/checksum.h"
+#include "pools/pool.h"
+#include "residency/reclaim.h"
 
 namespace memmgr::pager {
 

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <string>
 
-#include "../checksum.h"
+#include "base/checksum.h"
 #include "memmgr/device.h"
 #include "memmgr/plugin.h"
 

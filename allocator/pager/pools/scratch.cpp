@@ -1,7 +1,7 @@
 // What the ops of a thread take for themselves.
 #include <algorithm>
 
-#include "pool.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 

@@ -1,0 +1,145 @@
+#include "cells/deferred_drop.h"
+
+#include <pthread.h>
+
+#include <chrono>
+#include <thread>
+
+#include "base/budget.h"
+#include "base/private_member.h"
+#include "python/fork.h"
+
+namespace memmgr::pager {
+
+MEMMGR_PRIVATE_MEMBER(CountOfTarget, c10::intrusive_ptr_target, combined_refcount_)
+
+static std::atomic<uint64_t>& counts_of(c10::StorageImpl* s) {
+  return static_cast<c10::intrusive_ptr_target*>(s)->*private_member(CountOfTarget());
+}
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+static bool only_python_has(uint64_t counts) {
+  return c10::detail::refcount(counts) == 1 && c10::detail::has_pyobject(counts);
+}
+
+bool only_python_has(const Cell* c) {
+  const auto* s = static_cast<const c10::intrusive_ptr_target*>(c->storage._unsafe_get_target());
+  return s && only_python_has((s->*private_member(CountOfTarget())).load(std::memory_order_relaxed));
+}
+
+StoragePtr hold(Cell* c) {
+  auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target());
+  if (!s) return {};
+  auto& counts = counts_of(s);
+  uint64_t seen = counts.load(std::memory_order_relaxed);
+  do {
+    if (c10::detail::refcount(seen) == 0 || only_python_has(seen)) return {};
+  } while (!counts.compare_exchange_weak(seen, seen + c10::detail::kReferenceCountOne, std::memory_order_acquire,
+                                         std::memory_order_relaxed));
+  return StoragePtr::reclaim(s);
+}
+
+void drop(StoragePtr storage) {
+  if (c10::detail::has_pyobject(counts_of(storage.get()).load(std::memory_order_acquire)))
+    drop_later(std::move(storage));
+}
+#else
+bool only_python_has(const Cell*) { return false; }
+StoragePtr hold(Cell* c) { return c->storage.lock(); }
+void drop(StoragePtr storage) { drop_later(std::move(storage)); }
+#endif
+
+namespace {
+
+// Drops references where the GIL may be taken: a thread that has none of our locks and that nobody waits for.
+struct Dropper {
+  std::mutex& lock = taken_by_forks(new std::mutex);
+  std::condition_variable changed;
+  std::vector<StoragePtr> waiting;
+  bool busy = false;
+  bool stopping = false;
+  std::thread thread;
+};
+
+Dropper& dropper() {
+  static auto* d = new Dropper;
+  return *d;
+}
+
+void drop_for_ever() {
+  pthread_setname_np(pthread_self(), "memmgr drops");
+  Dropper& d = dropper();
+  std::unique_lock<std::mutex> lock(d.lock);
+  for (;;) {
+    d.changed.wait(lock, [&] { return d.stopping || !d.waiting.empty(); });
+    if (d.waiting.empty()) return;
+    std::vector<StoragePtr> now;
+    now.swap(d.waiting);
+    d.busy = true;
+    lock.unlock();
+    now.clear();
+    lock.lock();
+    d.busy = false;
+    d.changed.notify_all();
+  }
+}
+
+// Others go on having it, and Python is not told: nothing runs.
+bool dropped_for_others(StoragePtr* storage) {
+  auto& counts = counts_of(storage->get());
+  uint64_t seen = counts.load(std::memory_order_relaxed);
+  do {
+    if (c10::detail::refcount(seen) <= (c10::detail::has_pyobject(seen) ? 2u : 1u)) return false;
+  } while (!counts.compare_exchange_weak(seen, seen - c10::detail::kReferenceCountOne, std::memory_order_acq_rel,
+                                         std::memory_order_relaxed));
+  storage->release();
+  return true;
+}
+
+}  // namespace
+
+void drop_later(StoragePtr storage) {
+  // Else a step of a tree LSTM wakes the thread 125 to 350 times, on a core that its ops want.
+  if (dropped_for_others(&storage)) return;
+  if (C10_UNLIKELY(budget.forked))
+    return;  // no thread to give it to: nobody here is inside malloc, and no lock is held
+  Dropper& d = dropper();
+  std::lock_guard<std::mutex> lock(d.lock);
+  if (!d.thread.joinable()) d.thread = std::thread(drop_for_ever);
+  d.waiting.push_back(std::move(storage));
+  d.changed.notify_all();
+}
+
+void drop_what_waits() {
+  Dropper& d = dropper();
+  std::unique_lock<std::mutex> lock(d.lock);
+  d.changed.wait(lock, [&] { return d.waiting.empty() && !d.busy; });
+}
+
+bool wait_for_dropper(double seconds) {
+  Dropper& d = dropper();
+  std::unique_lock<std::mutex> lock(d.lock);
+  if (d.waiting.empty() && !d.busy) return false;
+  d.changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return d.waiting.empty() && !d.busy; });
+  return true;
+}
+
+void stop_dropper() {
+  Dropper& d = dropper();
+  {
+    std::lock_guard<std::mutex> lock(d.lock);
+    d.stopping = true;
+    d.changed.notify_all();
+  }
+  if (d.thread.joinable()) d.thread.join();
+  d.stopping = false;
+}
+
+void forget_dropper_in_child() {
+  Dropper& d = dropper();
+  new (&d.changed) std::condition_variable;
+  new (&d.thread) std::thread;
+  d.busy = false;
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,177 @@
+#include "cells/names.h"
+
+#include <c10/core/impl/COW.h>
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+namespace memmgr::pager {
+
+namespace {
+
+constexpr uint64_t kFirstNumber = uint64_t{1} << 62;
+
+struct Claim {
+  uint64_t nbytes = 0;
+  Cell* cell = nullptr;               // null: the storage has none
+  std::vector<WeakStorage> storages;  // without a cell: the storages over this memory that were named
+  uint64_t at = 0;                    // where its bytes lie and stay; 0: they may move
+};
+
+// By name. Never destroyed: storages outlive statics.
+using Claims = std::map<uint64_t, Claim>;
+Claims& claims() {
+  static auto* c = new Claims;
+  return *c;
+}
+
+// Where memory with a claim lies that does not move -> the claim's name. An entry may be out of date until its claim
+// ends.
+std::map<uint64_t, uint64_t>& places() {
+  static auto* p = new std::map<uint64_t, uint64_t>;
+  return *p;
+}
+
+uint64_t address_of(const c10::StorageImpl* s) { return reinterpret_cast<uintptr_t>(pointer_of(s).get()); }
+
+uint64_t next_number(uint64_t nbytes) {
+  constexpr uint64_t kPage = 4096;
+  static uint64_t next = kFirstNumber;
+  const uint64_t number = next;
+  next += (nbytes + kPage - 1) / kPage * kPage + kPage;
+  return number;
+}
+
+// A storage without a cell ends, or gets other memory, and no call says so.
+bool lives(const Claim& claim) {
+  if (claim.cell) return true;
+  for (const WeakStorage& weak : claim.storages)
+    if (!weak.expired() && address_of(weak._unsafe_get_target()) - claim.at < claim.nbytes) return true;
+  return false;
+}
+
+Claims::iterator end_claim(Claims::iterator claim) {
+  const auto place = places().find(claim->second.at);
+  if (place != places().end() && place->second == claim->first) places().erase(place);
+  return claims().erase(claim);
+}
+
+bool is_claimed(uint64_t begin, uint64_t nbytes) {
+  auto claim = claims().lower_bound(begin + nbytes);
+  while (claim != claims().begin()) {
+    --claim;
+    if (claim->first + claim->second.nbytes <= begin) return false;
+    if (lives(claim->second)) return true;
+    claim = end_claim(claim);
+  }
+  return false;
+}
+
+uint64_t free_name(uint64_t address, uint64_t nbytes) {
+  return is_claimed(address, nbytes) ? next_number(nbytes) : address;
+}
+
+void set_place(Claims::iterator claim, uint64_t at) {
+  claim->second.at = at;
+  places()[at] = claim->first;
+}
+
+// The claim whose memory lies around this address and stays there. Living memory does not overlap, so the first entry
+// that is not out of date decides.
+Claims::iterator claim_around(uint64_t address) {
+  for (auto place = places().upper_bound(address); place != places().begin();) {
+    --place;
+    const auto claim = claims().find(place->second);
+    if (lives(claim->second)) return address - place->first < claim->second.nbytes ? claim : claims().end();
+    ++place;  // what is erased lies before it
+    end_claim(claim);
+  }
+  return claims().end();
+}
+
+void claim_for(Cell* c, uint64_t name) {
+  c->name = name;
+  Claim& claim = claims()[name];
+  claim.nbytes = c->nbytes;
+  claim.cell = c;
+}
+
+}  // namespace
+
+uint64_t name_of(c10::StorageImpl* s) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Cell* c = cell_of(s);
+  if (c && c->name) return c->name;
+  const uint64_t address = address_of(s), nbytes = s->nbytes();
+  if (c) {
+    const uint64_t name = free_name(address, c->nbytes);
+    if (name != address) claim_for(c, name);
+    return name;
+  }
+  // A lazy copy gets memory of its own when it is asked for its address.
+  if (claims().empty() || !address || !nbytes || c10::impl::cow::is_cow_data_ptr(pointer_of(s))) return 0;
+  if (const auto claim = claim_around(address); claim != claims().end()) {
+    Claim& there = claim->second;
+    const auto same = [s](const WeakStorage& weak) { return weak._unsafe_get_target() == s; };
+    if (!there.cell && std::none_of(there.storages.begin(), there.storages.end(), same))
+      there.storages.push_back(WeakStorage::reclaim_copy(s));
+    return claim->first + (address - there.at);
+  }
+  const uint64_t name = free_name(address, nbytes);
+  if (name == address) return 0;
+  const auto claim = claims().emplace(name, Claim()).first;
+  claim->second.nbytes = nbytes;
+  claim->second.storages.push_back(WeakStorage::reclaim_copy(s));
+  set_place(claim, address);
+  return name;
+}
+
+bool names_differ() {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (auto claim = claims().begin(); claim != claims().end();)
+    claim = lives(claim->second) ? std::next(claim) : end_claim(claim);
+  return !claims().empty();
+}
+
+void claim_name_locked(Cell* c) { claim_for(c, free_name(reinterpret_cast<uintptr_t>(c->bytes.get()), c->nbytes)); }
+
+void name_escaped_locked(Cell* c) {
+  const uint64_t address = reinterpret_cast<uintptr_t>(c->bytes.get());
+  if (!c->name) {
+    if (!is_claimed(address, c->nbytes)) return;
+    claim_name_locked(c);
+  }
+  set_place(claims().find(c->name), address);
+}
+
+void name_adopted_locked(Cell* c, const c10::StorageImpl* s) {
+  if (places().empty()) return;
+  const auto claim = claim_around(address_of(s));
+  if (claim == claims().end() || claim->second.cell || claim->second.at != address_of(s)) return;
+  places().erase(claim->second.at);
+  claim->second.at = 0;
+  claim->second.cell = c;
+  claim->second.storages.clear();
+  c->name = claim->first;
+}
+
+void name_unadopted_locked(Cell* c, c10::StorageImpl* s) {
+  if (!c->name) return;
+  const auto claim = claims().find(c->name);
+  if (address_of(s) == claim->first) {  // it is where it was at first
+    end_claim(claim);
+    return;
+  }
+  claim->second.cell = nullptr;
+  claim->second.storages.push_back(WeakStorage::reclaim_copy(s));
+  set_place(claim, address_of(s));
+}
+
+void end_name_locked(Cell* c) {
+  if (!c->name) return;
+  end_claim(claims().find(c->name));
+  c->name = 0;
+}
+
+}  // namespace memmgr::pager

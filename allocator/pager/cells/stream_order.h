@@ -1,0 +1,68 @@
+// Cells whose bytes are used in stream order.
+#pragma once
+
+#include "cells/cell.h"
+#include "pools/pool.h"
+
+namespace memmgr::pager {
+
+// Absent cells have a null pointer and no trap while somebody asks for addresses outside of any op and reads nothing:
+// autograd's engine, where more than one stream has been used since the budget opened, to tell the allocator of a
+// gradient; and profilers, which note them. A read behind our back faults then, where it would be an error.
+bool without_trap();
+void note_stream();  // the calling thread's: before it queues anything
+bool several_streams();
+void note_profiler(bool on);
+void forget_askers();  // when a budget opens
+
+// The cell has other bytes: in whose order their block was allocated. The caller has it busy.
+void note_queued_home(Cell* c);
+inline void note_home(Cell* c) {
+  if (C10_UNLIKELY(!c->pool->on_host())) note_queued_home(c);
+}
+
+// Before a copy of the bytes below is queued: it need not wait for what was queued after their last use. The caller has
+// the cell busy.
+void tell_last_use(const Cell* c);
+inline void note_last_use(const Cell* c) {
+  if (C10_UNLIKELY(!c->pool->on_host())) tell_last_use(c);
+}
+
+// What this thread has queued since its stream's last mark.
+struct Unmarked {
+  uint64_t bytes = 0;
+  uint32_t ops = 0;
+  // An H100 reads or writes 64 MiB in 24 us and copies them over its link in 1.2 ms: a copy that waits for a mark
+  // begins that much later at most. The mark costs the host 0.2 us and what the calls around it take.
+  bool due() const { return bytes >= (uint64_t{64} << 20) || ops >= 32; }
+};
+Unmarked& unmarked();
+void mark_stream();
+// Between two ops.
+inline void mark_now_and_then() {
+  if (C10_UNLIKELY(unmarked().due())) mark_stream();
+}
+inline void note_queued(uint64_t bytes) {
+  unmarked().bytes += bytes;
+  ++unmarked().ops;
+}
+
+// While it lives, a block that this thread takes makes its stream wait for nobody: a read of the tier fills it, and
+// waits for the block's former users itself.
+struct FilledByTier {
+  FilledByTier() : before_(mm_device_defer_waits(1)) {}
+  ~FilledByTier() { mm_device_defer_waits(before_); }
+  FilledByTier(const FilledByTier&) = delete;
+  FilledByTier& operator=(const FilledByTier&) = delete;
+
+ private:
+  const int before_;
+};
+
+void use_queued(Cell* c);
+// What this thread queues from now on may use the bytes. The caller has a pin, and they are there.
+inline void use_here(Cell* c) {
+  if (C10_UNLIKELY(queues)) use_queued(c);
+}
+
+}  // namespace memmgr::pager

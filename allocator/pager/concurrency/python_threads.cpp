@@ -1,0 +1,239 @@
+#include "concurrency/python_threads.h"
+
+#include <Python.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/budget.h"
+#include "guards/unseen_threads.h"
+#include "python/fork.h"
+#include "residency/reclaim.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+struct Owned {
+  PyObject* object;
+  explicit Owned(PyObject* o) : object(o) {
+    if (!o) PyErr_Clear();
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() { Py_XDECREF(object); }
+};
+
+std::string_view text_of(PyObject* o) {
+  const char* text = o && PyUnicode_Check(o) ? PyUnicode_AsUTF8(o) : nullptr;
+  if (!text) PyErr_Clear();
+  return text ? text : "";
+}
+
+// The module of the function that runs in it.
+std::string module_of(PyObject* frame) {
+  const Owned globals(PyObject_GetAttrString(frame, "f_globals"));
+  const bool known = globals.object && PyDict_Check(globals.object);
+  return std::string(text_of(known ? PyDict_GetItemString(globals.object, "__name__") : nullptr));
+}
+
+// Where a thread sleeps until another one, or a peer, has something for it.
+bool waits_in(PyObject* frame, std::string_view function) {
+  static constexpr std::pair<std::string_view, std::string_view> kWaiting[] = {{"threading", "wait"},
+                                                                               {"threading", "_wait_for_tstate_lock"},
+                                                                               {"concurrent.futures.thread", "_worker"},
+                                                                               {"selectors", "select"},
+                                                                               {"socket", "accept"},
+                                                                               {"socket", "readinto"},
+                                                                               {"multiprocessing.connection", "_recv"},
+                                                                               {"memmgr._telemetry", "_round"},
+                                                                               {"memmgr.runtime.periods", "_loop"},
+                                                                               {"memmgr.runtime.ranking", "_loop"}};
+  const std::string module = module_of(frame);
+  return std::find(std::begin(kWaiting), std::end(kWaiting), std::pair{std::string_view(module), function}) !=
+         std::end(kWaiting);
+}
+
+// `p.grad = None` is an instruction of a function that names "grad"; setattr(p, name, None) one that names setattr.
+bool may_set_gradients(PyCodeObject* code) {
+  const Owned names(PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_names"));
+  for (Py_ssize_t i = 0; names.object && i < PyTuple_GET_SIZE(names.object); ++i) {
+    const std::string_view name = text_of(PyTuple_GET_ITEM(names.object, i));
+    if (name == "grad" || name == "setattr" || name == "delattr" || name == "__setattr__" || name == "__delattr__")
+      return true;
+  }
+  return false;
+}
+
+Elsewhere does(PyFrameObject* top) {
+  Elsewhere found = Elsewhere::kRuns;
+  Py_INCREF(top);
+  for (PyFrameObject* frame = top; frame;) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    const std::string_view function = text_of(code->co_name);
+    if (frame == top && waits_in(reinterpret_cast<PyObject*>(frame), function)) found = Elsewhere::kWaits;
+    // A backward waits, too: for the engine's threads, for its peers, for a lock of the user's.
+    if (function == "_engine_run_backward" || (frame == top && may_set_gradients(code))) found = Elsewhere::kGradients;
+    Py_DECREF(code);
+    PyFrameObject* next = found == Elsewhere::kGradients ? nullptr : PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = next;
+  }
+  return found;
+}
+
+// For each thread of Python's besides this one. False: they could not be had.
+template <class F>
+bool each_other_thread(const F& visit) {
+  PyThreadState* const mine = PyThreadState_Get();
+  PyThreadState* const first = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(mine));
+  if (first == mine && !PyThreadState_Next(first)) return true;
+  const NoCollection meanwhile;
+  const Owned frames(PyObject_CallNoArgs(PySys_GetObject("_current_frames")));
+  PyObject *thread, *top;
+  for (Py_ssize_t at = 0; frames.object && PyDict_Next(frames.object, &at, &thread, &top);)
+    if (const unsigned long id = PyLong_AsUnsignedLong(thread); id != mine->thread_id)
+      visit(id, reinterpret_cast<PyFrameObject*>(top));
+  return frames.object != nullptr;
+}
+
+// One that has not been seen to go on since the budget opened.
+struct Other {
+  unsigned long thread;
+  unsigned long system_thread;
+  const void* frame;
+  int instruction;
+  uint64_t ops;
+  uint64_t looked_ns = 0, ran_ns = 0;  // when it last was seen to do something; the processor's time until then
+};
+
+struct Others {
+  std::mutex& lock = taken_by_forks(new std::mutex);
+  std::vector<Other> all;
+  uint64_t until_ns = 0;  // whoever has not gone on by then computes nothing that we could wait for
+};
+
+Others& others() {
+  static auto* o = new Others;
+  return *o;
+}
+
+std::atomic<bool> waiting_for_others{false};
+
+void remove_locked(std::vector<Other>::iterator from) {
+  others().all.erase(from, others().all.end());
+  if (others().all.empty() && waiting_for_others.exchange(false)) hold_departures(false);
+}
+
+// What the system has written of a thread: no text where it has ended.
+std::string_view read_of_thread(unsigned long system_thread, const char* what, char* text, size_t size) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/self/task/%lu/%s", system_thread, what);
+  FILE* file = std::fopen(path, "re");
+  const size_t n = file ? std::fread(text, 1, size, file) : 0;
+  if (file) std::fclose(file);
+  return {text, n};
+}
+
+// It has ended, or it has slept for a while with next to nothing done.
+bool rests(Other* o, uint64_t now) {
+  constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may be longer at their pieces of its op
+  char text[512], times[64];
+  const std::string_view state = read_of_thread(o->system_thread, "stat", text, sizeof text);
+  if (state.empty()) return true;
+  const size_t name = state.rfind(')');
+  const bool sleeps = name != std::string_view::npos && name + 2 < state.size() && state[name + 2] == 'S';
+  const std::string_view ran = read_of_thread(o->system_thread, "schedstat", times, sizeof times - 1);
+  times[ran.size()] = 0;
+  const uint64_t ran_ns = ran.empty() ? now : std::strtoull(times, nullptr, 10);  // not told: it never rests
+  if (sleeps && o->looked_ns && ran_ns - o->ran_ns <= (now - o->looked_ns) / 20) return now - o->looked_ns >= kLongNs;
+  o->looked_ns = sleeps ? now : 0;
+  o->ran_ns = ran_ns;
+  return false;
+}
+
+}  // namespace
+
+Elsewhere elsewhere() {
+  Elsewhere found = Elsewhere::kWaits;
+  const bool told = each_other_thread([&](unsigned long, PyFrameObject* top) { found = std::max(found, does(top)); });
+  return told ? found : Elsewhere::kGradients;
+}
+
+void let_others_end_their_ops() {
+  std::vector<Other> found;
+  std::unordered_map<unsigned long, unsigned long> system_threads;
+  PyInterpreterState* const all = PyThreadState_GetInterpreter(PyThreadState_Get());
+  for (PyThreadState* t = PyInterpreterState_ThreadHead(all); t; t = PyThreadState_Next(t))
+    system_threads[t->thread_id] = t->native_thread_id;
+  each_other_thread([&](unsigned long thread, PyFrameObject* top) {
+    const unsigned long system_thread = system_threads[thread];
+    if (does(top) != Elsewhere::kWaits)
+      found.push_back({thread, system_thread, top, PyFrame_GetLasti(top), ops_counted_of(system_thread)});
+  });
+  if (found.empty()) return;
+  std::lock_guard<std::mutex> lock(others().lock);
+  others().all = std::move(found);
+  others().until_ns = 0;
+  if (!waiting_for_others.exchange(true)) hold_departures(true);
+}
+
+void give_others_a_moment() {
+  for (int i = 0; i < 3 && waiting_for_others.load(); ++i) {
+    Py_BEGIN_ALLOW_THREADS;
+    others_are_in_their_ops();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    Py_END_ALLOW_THREADS;
+    std::unordered_map<unsigned long, std::pair<const void*, int>> now;
+    if (!each_other_thread(
+            [&](unsigned long thread, PyFrameObject* top) { now[thread] = {top, PyFrame_GetLasti(top)}; }))
+      return;
+    std::lock_guard<std::mutex> lock(others().lock);
+    auto& all = others().all;
+    remove_locked(std::remove_if(all.begin(), all.end(), [&](const Other& o) {
+      const auto there = now.find(o.thread);
+      return there == now.end() || there->second != std::pair<const void*, int>{o.frame, o.instruction};
+    }));
+  }
+}
+
+bool others_are_in_their_ops() {
+  if (!waiting_for_others.load()) return false;
+  constexpr uint64_t kMostNs = 10'000'000'000;
+  std::lock_guard<std::mutex> lock(others().lock);
+  auto& all = others().all;
+  const uint64_t now = now_ns();
+  if (!others().until_ns) others().until_ns = now + kMostNs;
+  remove_locked(now > others().until_ns ? all.begin() : std::remove_if(all.begin(), all.end(), [&](Other& o) {
+    return ops_counted_of(o.system_thread) != o.ops || rests(&o, now);
+  }));
+  return !all.empty();
+}
+
+void forget_others() {
+  std::lock_guard<std::mutex> lock(others().lock);
+  remove_locked(others().all.begin());
+}
+
+bool raise_in(unsigned long thread, PyObject* exception, std::string_view package) {
+  bool raised = false;
+  each_other_thread([&](unsigned long id, PyFrameObject* top) {
+    if (id != thread) return;
+    const std::string module = module_of(reinterpret_cast<PyObject*>(top)) + ".";
+    raised = module.compare(0, package.size() + 1, std::string(package) + ".") == 0 &&
+             PyThreadState_SetAsyncExc(thread, exception) > 0;
+  });
+  return raised;
+}
+
+}  // namespace memmgr::pager

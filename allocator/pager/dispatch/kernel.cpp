@@ -1,0 +1,480 @@
+#include "dispatch/kernel.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "base/budget.h"
+#include "cells/deferred_drop.h"
+#include "cells/stream_order.h"
+#include "concurrency/admission.h"
+#include "concurrency/deferred_steps.h"
+#include "dispatch/op_need.h"
+#include "dispatch/op_run.h"
+#include "guards/captures.h"
+#include "guards/collective_pins.h"
+#include "guards/ddp_reducer.h"
+#include "guards/escape.h"
+#include "guards/extension_ops.h"
+#include "guards/nested_tensors.h"
+#include "guards/touched_cells.h"
+#include "guards/unseen_threads.h"
+#include "ops/list_ops.h"
+#include "ops/op_info.h"
+#include "ops/rng.h"
+#include "plan/timeline.h"
+#include "pools/pool.h"
+#include "recipes/recipe.h"
+#include "remat/rematerialize.h"
+#include "residency/reclaim.h"
+#include "residency/victims.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+// ---- the op ----
+
+void touch_arguments(Frame& frame, const OpInfo* info, const c10::IValue* args, size_t n) {
+  const bool statistics = info->moves_statistics(args);
+  for (size_t i = 0; i < n; ++i) {
+    if (!info->may_hold_tensors.empty() && !info->may_hold_tensors[i]) continue;
+    bool written = info->written.empty() || info->written[i];
+    if (statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var))
+      written = true;
+    frame.value(args[i], written);
+  }
+}
+
+// What an op that nobody records has made: cells, and newborns where nobody has written yet (rule 3).
+void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t returns,
+                   c10::SmallVector<Cell*, 4>* made) {
+  c10::SmallVector<c10::StorageImpl*, 4> storages;
+  collect_outputs(stack, returns, &storages);
+  for (c10::StorageImpl* s : storages) {
+    if (!newly_large(s)) continue;
+    Cell* c = adopt(s, info->uninitialized ? 1 : 0);
+    if (c) made->push_back(c);
+    if (!c || !info->uninitialized) continue;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      begin_newborn_locked(c);
+    }
+    unpin(c);
+  }
+}
+
+// Foreign code may take their addresses next.
+void keep_outputs(const torch::jit::Stack& stack, size_t returns) {
+  c10::SmallVector<c10::StorageImpl*, 4> storages;
+  collect_outputs(stack, returns, &storages);
+  for (c10::StorageImpl* s : storages)
+    if (Cell* c = s ? cell_of(s) : nullptr) {
+      pin(c, ticks());
+      tl_foreign->keep(c);
+      unpin(c);
+    }
+}
+
+// The trap met by somebody inside the op who reads a tensor that no argument shows: it comes back, pinned.
+bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
+  const uint64_t id = trapped_cell(what);
+  if (!id) return false;
+  Cell* found = nullptr;
+  StoragePtr storage;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([&](Cell* c) {
+      if (reinterpret_cast<uintptr_t>(c) == id) found = c;
+    });
+    if (!found) return false;
+    storage = hold(found);
+    if (!storage) return false;
+    if (!*frame) *frame = std::make_unique<Frame>();
+    (*frame)->add_pinned(found);
+  }
+  bring_back(found);
+  drop(std::move(storage));
+  return true;
+}
+
+uint64_t room_for_states() { return mm_arena_budget(budget.arena) / 4 * 3; }
+
+void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
+          Moment* moment) {
+  if (C10_UNLIKELY(queues)) {
+    note_stream();
+    mark_now_and_then();
+  }
+  Depth depth;
+  std::optional<Admitted> admitted;  // ends after the pins
+  Frame frame;
+  frame.may_wait(depth.outermost());
+  frame.reads_hardly(info->reads_hardly);
+  std::unique_ptr<Frame> extra;  // for tensors that no argument shows
+  const size_t n = info->arguments, base = stack->size() - n;
+  const c10::IValue* args = stack->data() + base;
+  if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
+  if (works_in_flight()) poll_works();
+  KeptArguments kept;
+  const auto put_back = [&] {
+    stack->resize(base);
+    stack->insert(stack->end(), kept.arguments.begin(), kept.arguments.end());
+  };
+  const bool others_run = others_are_running(!depth.outermost());
+  if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign && !info->seeded) &&
+      !(records(info) && may_make_large(info, args, n))) {
+    // Small tensors only, nothing of ours to change and nothing to note.
+    const bool again = others_run && depth.outermost() && !frame.declares_writes();
+    if (C10_UNLIKELY(again)) kept.keep(args, n);
+    try {
+      const size_t returns = info->returns;
+      call_below(op, below, stack);
+      c10::SmallVector<Cell*, 4> made;
+      adopt_outputs(info, *stack, returns, &made);
+      if (C10_UNLIKELY(moment && !made.empty())) moment->ended(info, made.data(), made.size(), 0, 0);
+      if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
+      return;
+    } catch (const c10::OutOfMemoryError&) {  // it has made something large after all
+      if (!again) throw;
+      put_back();
+    }
+  }
+  if (C10_UNLIKELY(moment && !frame.empty())) moment->begins(info, frame);
+  const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
+  bool alone = false;
+  // Somebody's bytes are absent, or somebody else runs.
+  if (others_run || absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns())
+    kept.keep(stack->data() + base, n);
+  int pauses = 0;
+  for (int attempt = 0;; ++attempt) {
+    Call call(op, info, below, stack);
+    const bool newborns_before = kept.there && others_have_newborns();  // one that ends meanwhile has left room
+    try {
+      if (depth.outermost() && !budget.forked) admitted.emplace(need, alone);
+      call.run(frame, depth.outermost(), &kept);
+      if (C10_UNLIKELY(moment != nullptr))
+        moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak(), call.timer);
+      break;
+    } catch (const c10::OutOfMemoryError&) {
+      call.give_up();
+      const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
+      if (last || !kept.there || !depth.outermost() || call.began_writes || call.drew) {
+        if (kept.there) put_back();  // for the error: what the op needs
+        throw;
+      }
+      alone = true;
+      counters.retries++;
+    } catch (const c10::Error& e) {
+      call.give_up();
+      if (!kept.there || attempt >= 16 || call.began_writes || call.drew || !bring_back_trapped(e.what(), &extra))
+        throw;
+      counters.trap_retries++;
+    } catch (...) {
+      call.give_up();
+      throw;
+    }
+    frame.release();
+    admitted.reset();
+    if (pauses > 0) wait_for_others(kPauseSeconds);  // until they have touched what they have made
+    put_back();
+    if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
+  }
+  if (C10_UNLIKELY(queues)) note_queued(frame.bytes());
+  if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
+  if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
+  // An optimizer's new states have no bytes until it touches them, where room is short: else nobody would gain by it.
+  const bool unborn = info->fills && tl_making_states && mm_arena_resident(budget.arena) > room_for_states();
+  if (C10_UNLIKELY((budget.options.torture || unborn) && depth.outermost())) {
+    extra.reset();
+    send_away(&frame, budget.options.torture);
+  }
+}
+
+void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  if (C10_UNLIKELY(info->list_op) &&
+      run_in_slices(info, stack, [&](torch::jit::Stack* slice) { ordinary(op, info, below, slice); }))
+    return;
+  if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0) {
+    page(op, info, below, stack, nullptr);
+    return;
+  }
+  Moment moment;
+  page(op, info, below, stack, &moment);
+  moment.left();
+}
+
+// What a graph has touched lies in it as an address.
+void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  Depth depth;
+  Frame frame;
+  touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
+  frame.pin_all();
+  frame.begin_writes();
+  for (const Touched& t : frame.cells()) escape(t.cell, Escape::kCaptured);
+  frame.end_newborns();
+  const size_t returns = info->returns;
+  call_below(op, below, stack);
+  c10::SmallVector<Cell*, 4> made;
+  adopt_outputs(info, *stack, returns, &made);
+  for (Cell* c : made) escape(c, Escape::kCaptured);
+}
+
+// Of a block that has gone there is nothing to say: what comes back is told as it is used. False: not a cell's.
+bool tell_stream(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  const size_t n = op.schema().arguments().size();
+  const c10::TensorImpl* t = (*stack)[stack->size() - n].toTensor().unsafeGetTensorImpl();
+  Cell* c = t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
+  if (!c) return false;
+  struct Pinned {
+    explicit Pinned(Cell* c) : cell(c), there(pin(c, c->last_touch.load(std::memory_order_relaxed))) {}
+    ~Pinned() { unpin(cell); }
+    Cell* const cell;
+    const bool there;
+  } pinned(c);
+  if (pinned.there)
+    call_below(op, below, stack);
+  else
+    stack->resize(stack->size() - n);
+  return true;
+}
+
+// A sparse tensor's `t` reads and swaps its indices.
+bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t n = op.schema().arguments().size();
+  const c10::IValue* first = n > 0 ? &stack[stack.size() - n] : nullptr;
+  return !first || !first->isTensor() || first->unsafeToTensorImpl()->has_storage();
+}
+
+// Before any of our own work for this op, since what ends now are ops like it.
+C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInfo* info,
+                                      const torch::jit::Stack& stack) {
+  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
+  if (info->kind == OpClass::kMetadata || tl_running_recipes > 0) return;
+  if (info->keeps) return finish_all_pending();
+  if (info->kind == OpClass::kView && !info->tells_stream && is_view_of_storage(op, stack)) return;
+  const size_t n = std::min(info->arguments, stack.size());
+  for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(stack[i]);
+}
+
+// What a composite reads raw, in memory while the frame lives. Such a one may write as well.
+void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
+  const size_t n = info->arguments;
+  const bool all = info->reads_raw == RawReads::kAll;
+  const bool lists = info->reads_raw == RawReads::kWeights && !budget.pool->on_host();
+  for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i) {
+    const c10::IValue& v = stack[i];
+    const bool read = v.isTensor()
+                          ? v.unsafeToTensorImpl()->has_storage() &&
+                                (all || c10::isIntegralType(v.unsafeToTensorImpl()->dtype().toScalarType(), true))
+                          : lists && v.isTensorList();
+    if (read) frame.value(v, all);
+  }
+  frame.pin_all();
+  frame.begin_writes();
+}
+
+// Torch's own composites that read raw: a packed sequence's batch sizes, say.
+template <c10::DispatchKey backend>
+void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  Frame read;
+  std::optional<InKernel> inside;
+  if (budget.open.load(std::memory_order_relaxed)) inside.emplace();
+  std::optional<ForeignScope> scope;
+  if (inside && budget.open.load(std::memory_order_acquire) && tl_regions == 0) {
+    OpInfo* info = info_of(op);
+    finish_pending(op, info, *stack);
+    pin_for_reader(read, info, *stack);
+    if (info->reads_raw == RawReads::kAll) scope.emplace();  // what its ops make it reads as well
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(backend), stack);  // the composite itself; its ops find us again
+}
+
+// In a compiled region: what it makes stays the region's. What it touches need not be: a custom op may know of more
+// than the region was given.
+void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  finish_pending(op, info, *stack);
+  Frame frame(false);
+  if (info->kind != OpClass::kView && info->kind != OpClass::kMetadata)
+    touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
+  frame.pin_all();
+  frame.begin_writes();
+  if (info->kind == OpClass::kForeign)
+    op.redispatchBoxed(below, stack);  // its ops find us again
+  else
+    call_below(op, below, stack);
+}
+
+// Torch 2.11 has our key before Python's, and its own way up to `__torch_dispatch__` switches off whatever comes before
+// that: what is called there would run unseen (rule 12). This one does the same, and leaves ours on.
+constexpr bool kBeforePython = static_cast<uint16_t>(kKey) > static_cast<uint16_t>(c10::DispatchKey::Python);
+
+void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::Python)) {  // a library's own
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    return;
+  }
+  constexpr c10::DispatchKeySet before =
+      (c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
+       (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
+        c10::DispatchKeySet(c10::DispatchKey::Python)))
+          .remove(c10::DispatchKey::ZeroTensor)
+          .remove(c10::DispatchKey::Conjugate)
+          .remove(c10::DispatchKey::Negative)
+          .remove(kKey);
+  c10::impl::ExcludeDispatchKeyGuard guard(before);
+  (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+}
+
+// Errors of ours become Python's, from the outermost op on.
+template <class Run>
+void with_our_errors(const Run& run) {
+  try {
+    run();
+  } catch (const c10::OutOfMemoryError& e) {
+    if (tl_depth == 0) raise_budget_error(e);
+    throw;
+  } catch (const WrongBytes& e) {
+    if (tl_depth == 0) raise_wrong_bytes(e);
+    throw;
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception&) {
+    if (tl_depth == 0) raise_budget_error_of_python();
+    throw;
+  }
+}
+
+// By the op's class.
+void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  switch (info->kind) {
+    case OpClass::kView:
+      if (C10_UNLIKELY(info->tells_stream) && tell_stream(op, below, stack)) return;
+      if (is_view_of_storage(op, *stack)) {
+        call_below(op, below, stack);
+        if (C10_UNLIKELY(tl_foreign && !stack->empty())) tl_foreign->keep(stack->back());
+        if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed)) && !stack->empty())
+          keep_accumulated(stack->back());
+        return;
+      }
+      break;
+    case OpClass::kComposite: {
+      Frame read;
+      std::optional<ForeignScope> scope;
+      if (C10_UNLIKELY(info->reads_raw != RawReads::kNone)) pin_for_reader(read, info, *stack);
+      if (C10_UNLIKELY(info->reads_raw == RawReads::kAll)) scope.emplace();
+      op.redispatchBoxed(below, stack);
+      return;
+    }
+    default:
+      break;
+  }
+  if (C10_UNLIKELY(!op.hasSchema())) {
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  if (C10_UNLIKELY(info->lazy_clone)) {  // a shared pointer could not leave: a copy of its own can
+    static const auto clone = c10::Dispatcher::singleton().findSchemaOrThrow("aten::clone", "");
+    stack->emplace_back();  // memory_format
+    ordinary(clone, info_of(clone), below, stack);
+    return;
+  }
+  with_our_errors([&] {
+    if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing())
+      captured(op, info, below, stack);
+    else
+      try {
+        ordinary(op, info, below, stack);
+      } catch (const c10::OutOfMemoryError&) {
+        if (tl_depth == 0) note_need(op, info, *stack);
+        throw;
+      }
+  });
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, keys, stack);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
+  std::optional<InKernel> inside;
+  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || done_in_child)) {
+    inside.reset();
+    let_callbacks_rest(false);
+    call_below(op, below, stack);
+    return;
+  }
+  if (C10_UNLIKELY(listeners.load(std::memory_order_relaxed))) follow_listeners();
+  OpInfo* info = info_of(op);
+  if (C10_UNLIKELY(tl_regions > 0)) return of_region(op, info, below, stack);
+  inside->count_op();
+  finish_pending(op, info, *stack);
+  if (!NestedOp::is_one(info, below)) return run_op(op, info, below, stack);
+  std::optional<NestedOp> nested;
+  with_our_errors([&] { nested.emplace(*stack, info->arguments); });
+  run_op(op, info, below, stack);
+  with_our_errors([&] { nested->returned(*stack, info->returns); });
+}
+
+}  // namespace
+
+void send_away(Frame* frame, bool by_turns) {
+  c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (const Touched& t : frame->cells())
+      if (by_turns || may_be_dropped_locked(t.cell))
+        if (StoragePtr held = hold(t.cell)) out.emplace_back(t.cell, std::move(held));
+  }
+  frame->release();
+  static std::atomic<int> turn{0};
+  for (auto& [cell, held] : out) {
+    if (cell_of(held.get()) == cell) let_go(cell, by_turns && turn++ % 2 ? Way::kOffload : Way::kEvict);
+    drop(std::move(held));
+  }
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) {
+  for (const RawReader& reader : raw_readers())
+    if (reader.on_cpu)
+      m.impl(reader.name,
+             torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::CPU>>());
+}
+
+// On an accelerator what is read raw there; the integers of the others lie on the CPU, where no such budget has cells.
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
+  for (const RawReader& reader : raw_readers())
+    if (reader.reads == RawReads::kWeights)
+      m.impl(reader.name,
+             torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::CUDA>>());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  for (const RawReader& reader : raw_readers())
+    if (reader.reads == RawReads::kWeights)
+      m.impl(reader.name,
+             torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::PrivateUse1>>());
+}
+
+// Until now a kernel that passes the key over had its place (memmgr/_dispatch.py). Torch gives a place to nobody while
+// it is taken, and were it left first, ops of other threads would find no kernel for a moment: so ours replaces it. The
+// member is private.
+using Fallbacks = std::array<c10::impl::AnnotatedKernel, c10::num_runtime_entries>;
+template <Fallbacks c10::Dispatcher::* member>
+struct Reached {
+  friend Fallbacks& fallbacks_of(c10::Dispatcher& dispatcher) { return dispatcher.*member; }
+};
+Fallbacks& fallbacks_of(c10::Dispatcher& dispatcher);
+template struct Reached<&c10::Dispatcher::backendFallbackKernels_>;
+
+const bool place_is_free = [] {
+  fallbacks_of(c10::Dispatcher::singleton())[c10::getDispatchTableIndexForDispatchKey(kKey)] = {};
+  return true;
+}();  // before what follows: one file's are made in order
+
+TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+}  // namespace memmgr::pager

@@ -1,0 +1,138 @@
+#include "dispatch/op_need.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/budget.h"
+#include "cells/cell.h"
+#include "dispatch/kernel.h"
+#include "guards/touched_cells.h"
+#include "residency/reclaim.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+c10::IValue without_bytes(const c10::IValue& value) {
+  if (value.isTensor()) {
+    const at::Tensor& t = value.toTensor();
+    if (!t.defined()) return value;
+    TORCH_CHECK(t.layout() == c10::kStrided && t.has_storage() && !t.is_quantized() && !t.is_nested());
+    at::Tensor meta = at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return meta;
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> all;
+    for (const at::Tensor& t : value.toTensorVector()) all.push_back(without_bytes(t).toTensor());
+    return all;
+  }
+  if (value.isList()) {
+    const auto list = value.toList();
+    c10::impl::GenericList all(list.elementType());
+    for (const c10::IValue& item : value.toListRef()) all.push_back(without_bytes(item));
+    return all;
+  }
+  if (value.isDevice()) return c10::Device(c10::kMeta);
+  return value;
+}
+
+struct Made {
+  uint64_t bytes = 0, largest = 0;
+};
+
+// The bytes of its results that are no arguments, by the op's kernel for tensors without bytes; 0: not known.
+Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IValue* args, size_t n) {
+  using K = c10::DispatchKey;
+  try {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const c10::impl::ExcludeDispatchKeyGuard not_seen(
+        c10::DispatchKeySet({kKey, K::Python, K::PythonTLSSnapshot, K::PythonDispatcher}));
+    torch::jit::Stack stack;
+    std::unordered_set<const c10::StorageImpl*> seen;
+    const auto add = [&seen](const c10::IValue& value, Made* made) {
+      each_tensor(
+          value,
+          [&](c10::TensorImpl* t) {
+            if (!t->has_storage() || !seen.insert(t->unsafe_storage().unsafeGetStorageImpl()).second) return;
+            const uint64_t bytes = rounded(t->unsafe_storage().nbytes());
+            made->bytes += bytes;
+            made->largest = std::max(made->largest, bytes);
+          },
+          [](c10::StorageImpl*) {});
+    };
+    Made given, made;
+    for (size_t i = 0; i < n; ++i) add(stack.emplace_back(without_bytes(args[i])), &given);
+    op.redispatchBoxed(c10::DispatchKeySet(K::Meta), &stack);
+    for (size_t i = stack.size() - std::min(info->returns, stack.size()); i < stack.size(); ++i) add(stack[i], &made);
+    return made;
+  } catch (...) {  // it is for the text of another error
+    return {};
+  }
+}
+
+thread_local FailedOp tl_failed;
+
+// The tensors that an op is given.
+struct Given {
+  std::vector<StoragePtr> cells;
+  uint64_t all = 0, unmanaged = 0, gaps = 0, largest = 0;  // bytes
+
+  void add(c10::TensorImpl* t) {
+    if (!t || !t->has_storage()) return;
+    c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
+    if (!s || !seen_.insert(s).second) return;
+    all += rounded(s->nbytes());
+    largest = std::max(largest, rounded(s->nbytes()));
+    const Cell* c = cell_of(s);
+    if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
+    if (c && !c->small) cells.push_back(StoragePtr::reclaim_copy(s));
+    if (!c && adoptable(s) && s->nbytes() >= budget.options.small_bytes) unmanaged += rounded(s->nbytes());
+  }
+
+ private:
+  std::unordered_set<const c10::StorageImpl*> seen_;
+};
+
+void note_need_of(const Given& given, const Made& made) {
+  tl_failed.read_bytes = given.all;
+  tl_failed.result_bytes = std::max(tl_failed.result_bytes, made.bytes ? made.largest : given.largest);
+  if (given.cells.empty() && !given.unmanaged) return;  // its results are its only need, and it has asked for them
+  const uint64_t beside =
+      bytes_beside_what_stays(given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
+  tl_failed.need_bytes = bytes_that_stay() + beside + given.gaps + given.unmanaged + made.bytes;
+  note_floor(tl_failed.need_bytes);
+}
+
+}  // namespace
+
+FailedOp failed_op() { return std::exchange(tl_failed, {}); }
+void begin_failure(uint64_t bytes) { tl_failed = {"", 0, 0, bytes}; }
+
+void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
+  const size_t n = info->arguments;
+  tl_failed.name = op.operator_name().name;
+  // A list op runs in slices, and an op that is not torch's may do anything.
+  if (!info->torchs || info->list_op || stack.size() < n) return;
+  const c10::IValue* args = stack.data() + stack.size() - n;
+  Given given;
+  for (size_t i = 0; i < n; ++i)
+    if (info->may_hold_tensors[i])
+      each_tensor(args[i], [&](c10::TensorImpl* t) { given.add(t); }, [](c10::StorageImpl*) {});
+  note_need_of(given, info->seeded ? Made{} : bytes_made(op, info, args, n));
+}
+
+void note_need(const std::string& kernel, const std::vector<c10::TensorImpl*>& tensors) {
+  tl_failed.name = kernel;
+  Given given;
+  for (c10::TensorImpl* t : tensors) given.add(t);
+  note_need_of(given, {});  // it makes nothing that it is not given
+}
+
+}  // namespace memmgr::pager

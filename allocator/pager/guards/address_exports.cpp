@@ -1,0 +1,83 @@
+#include "guards/address_exports.h"
+
+#include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "base/budget.h"
+#include "cells/cell.h"
+#include "guards/escape.h"
+#include "guards/touched_cells.h"
+#include "guards/unseen_threads.h"
+#include "python/module.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+constexpr int kFlags = METH_VARARGS | METH_KEYWORDS;
+
+struct Export {
+  const char* name;  // in torch._C
+  PyCFunctionWithKeywords ours;
+  PyMethodDef* definition = nullptr;
+  PyCFunction original = nullptr;
+};
+
+template <int N>
+PyObject* exported(PyObject* self, PyObject* args, PyObject* kwargs);
+
+Export exports[] = {{"_to_dlpack", &exported<0>}, {"_to_dlpack_versioned", &exported<1>}};
+
+// False with Python's error.
+bool escape_first(PyObject* args) {
+  PyObject* o = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : nullptr;
+  if (!o || !budget.open || !THPVariable_Check(o)) return true;
+  const at::Tensor& t = THPVariable_Unpack(o);
+  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return true;
+  const auto s = StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  PyThreadState* saved = PyEval_SaveThread();
+  try {
+    Cell* c = cell_of(s.get());
+    if (!c && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
+    if (c) escape(c, Escape::kDlpack);
+  } catch (const std::exception&) {
+    PyEval_RestoreThread(saved);
+    set_python_error();
+    return false;
+  }
+  PyEval_RestoreThread(saved);
+  return true;
+}
+
+template <int N>
+PyObject* exported(PyObject* self, PyObject* args, PyObject* kwargs) {
+  if (!escape_first(args)) return nullptr;
+  return reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(exports[N].original))(self, args,
+                                                                                                      kwargs);
+}
+
+}  // namespace
+
+void watch_exports(bool on) {
+  PyObject* torch = PyImport_ImportModule("torch._C");
+  for (Export& e : exports) {
+    PyObject* f = torch ? PyObject_GetAttrString(torch, e.name) : nullptr;
+    // Python's wrappers may stand before it; whoever calls it, and by whatever name, comes through its definition.
+    while (f && !PyCFunction_Check(f) && PyObject_HasAttrString(f, "__wrapped__"))
+      Py_SETREF(f, PyObject_GetAttrString(f, "__wrapped__"));
+    PyMethodDef* d = f && PyCFunction_Check(f) ? reinterpret_cast<PyCFunctionObject*>(f)->m_ml : nullptr;
+    Py_XDECREF(f);
+    if (on && d && d->ml_flags == kFlags && !e.definition) {
+      e.definition = d;
+      e.original = d->ml_meth;
+      d->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(e.ours));
+    } else if (!on && e.definition) {
+      e.definition->ml_meth = e.original;
+      e.definition = nullptr;
+    }
+  }
+  Py_XDECREF(torch);
+  PyErr_Clear();
+}
+
+}  // namespace memmgr::pager

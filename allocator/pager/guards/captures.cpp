@@ -1,0 +1,77 @@
+#include "guards/captures.h"
+
+#include "base/budget.h"
+#include "cells/deferred_drop.h"
+#include "concurrency/deferred_steps.h"
+#include "pools/pool.h"
+#include "recipes/recipe.h"
+#include "residency/reclaim.h"
+#include "residency/transfer.h"
+
+namespace memmgr::pager {
+
+std::atomic<int> captures{0};
+
+bool is_capturing() {
+  mm_device* device = captures.load() > 0 && queues ? budget.pool->queue() : nullptr;
+  return device && mm_device_is_capturing(device, budget.pool->stream()) > 0;
+}
+
+namespace {
+
+// Both, held: what was evicted, and what would fit beside the rest.
+std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
+  std::vector<std::pair<Cell*, StoragePtr>> found;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for_each_cell_locked([&](Cell* c) {
+    if (!(c->state.load() & kAbsent) || c->given_up || (c->absence == Absence::kEvicted) != evicted) return;
+    if (StoragePtr s = hold(c)) found.emplace_back(c, std::move(s));
+  });
+  return found;
+}
+
+void bring_back_each(const std::vector<std::pair<Cell*, StoragePtr>>& cells, bool only_if_room) {
+  for (const auto& [c, s] : cells) {
+    if (only_if_room && mm_arena_resident(budget.arena) + c->nbytes > mm_arena_budget(budget.arena)) continue;
+    fetch(c);
+  }
+}
+
+}  // namespace
+
+void begin_capture() {
+  if (captures.load() > 0) {
+    captures++;
+    return;
+  }
+  finish_all_pending();
+  finish_transfers();
+  const bool may_evict =
+      std::exchange(budget.options.may_evict, false);  // for their room others are only written below
+  try {
+    for (auto gone = absent(true); !gone.empty(); gone = absent(true)) bring_back_each(gone, false);
+    bring_back_each(absent(false), true);
+  } catch (...) {
+    budget.options.may_evict = may_evict;
+    throw;
+  }
+  budget.options.may_evict = may_evict;
+  cut_recipes(true);
+  budget.pool->settle();
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // nobody has to wait in the graph
+  }
+  nothing_leaves(true);
+  captures++;
+}
+
+void end_capture() {
+  if (captures.load() > 0 && --captures == 0) nothing_leaves(false);
+}
+
+void forget_captures() {
+  if (captures.exchange(0) > 0) nothing_leaves(false);
+}
+
+}  // namespace memmgr::pager

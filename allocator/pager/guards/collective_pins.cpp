@@ -1,0 +1,106 @@
+#include "guards/collective_pins.h"
+
+#include <algorithm>
+#include <list>
+
+#if __has_include(<torch/csrc/distributed/c10d/Work.hpp>)
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "python/fork.h"
+#define MEMMGR_HAS_WORKS
+#endif
+
+namespace memmgr::pager {
+
+namespace {
+
+using Target = c10::intrusive_ptr_target;
+
+struct InFlight {
+  c10::weak_intrusive_ptr<Target> work;
+  std::vector<Cell*> pinned;
+};
+
+struct Works {
+  std::mutex& lock = taken_by_forks(new std::mutex);
+  std::list<InFlight> all;
+  std::atomic<size_t> count{0};
+};
+
+Works& works() {
+  static auto* w = new Works;
+  return *w;
+}
+
+// Some backends say so in wait() only, and some never.
+bool completed(Target* work) {
+#ifdef MEMMGR_HAS_WORKS
+  auto* w = dynamic_cast<c10d::Work*>(work);
+  return w && w->isCompleted();
+#else
+  return false;
+#endif
+}
+
+// Takes out those for which `ended` and gives back what they had pinned.
+template <class Ended>
+void end_works(Ended&& ended) {
+  std::vector<Cell*> done;
+  {
+    Works& w = works();
+    std::lock_guard<std::mutex> lock(w.lock);
+    for (auto it = w.all.begin(); it != w.all.end();) {
+      if (!ended(it->work)) {
+        ++it;
+        continue;
+      }
+      done.insert(done.end(), it->pinned.begin(), it->pinned.end());
+      it = w.all.erase(it);
+    }
+    w.count = w.all.size();
+  }
+  if (done.empty()) return;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (Cell* c : done) end_held_locked(c);
+  }
+  for (Cell* c : done) unpin(c);
+}
+
+}  // namespace
+
+void keep_until_done(const c10::intrusive_ptr<Target>& work, std::vector<Cell*> pinned) {
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (Cell* c : pinned) begin_held_locked(c);
+  }
+  Works& w = works();
+  std::lock_guard<std::mutex> lock(w.lock);
+  w.all.push_back({c10::weak_intrusive_ptr<Target>(work), std::move(pinned)});
+  w.count = w.all.size();
+}
+
+void poll_works() {
+  // Asked without the lock: a Work that is written in Python takes the GIL.
+  std::vector<c10::intrusive_ptr<Target>> living;
+  {
+    Works& w = works();
+    std::lock_guard<std::mutex> lock(w.lock);
+    for (const InFlight& flight : w.all)
+      if (auto work = flight.work.lock()) living.push_back(std::move(work));
+  }
+  std::vector<const Target*> done;
+  for (const auto& work : living)
+    if (completed(work.get())) done.push_back(work.get());
+  end_works([&](const auto& weak) {
+    return weak.expired() || std::find(done.begin(), done.end(), weak._unsafe_get_target()) != done.end();
+  });
+}
+
+void forget_works() {
+  end_works([](const auto&) { return true; });
+}
+
+size_t works_in_flight() { return works().count.load(); }
+
+}  // namespace memmgr::pager

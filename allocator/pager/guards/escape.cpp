@@ -1,0 +1,59 @@
+#include "guards/escape.h"
+
+#include <ATen/Parallel.h>
+
+#include "base/budget.h"
+#include "cells/names.h"
+#include "concurrency/deferred_steps.h"
+#include "guards/extension_ops.h"
+#include "guards/unseen_threads.h"
+#include "pools/pool.h"
+#include "residency/reclaim.h"
+
+namespace memmgr::pager {
+
+void escape(Cell* c, Escape why) {
+  pin(c, ticks());
+  try {
+    bring_back(c);
+    if (c->filled_on != kNotFilled) {  // whoever has the address waits for nobody
+      c->pool->settle();
+      c->filled_on = kNotFilled;
+    }
+    settle_late_slices();
+    begin_new_version(c);  // whoever has the address may write there at any time
+  } catch (...) {
+    unpin(c);
+    throw;
+  }
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (c->escape == Escape::kNone) {
+      c->escape = why;
+      name_escaped_locked(c);
+      stand_pinned_locked(c);
+      escaped_bytes += c->nbytes;
+      count_held_locked(c);
+      counters.escapes++;
+    }
+  }
+  unpin(c);
+}
+
+void foreign_write(c10::StorageImpl* s) {
+  Cell* c = cell_of(s);
+  if (!c || !budget.open.load() || c->newborn || c->escape != Escape::kNone) return;
+  const bool called = tl_depth > 0 || tl_readers > 0 || tl_regions > 0;
+  if (c->state.load() & kPinMask) {
+    // An op, a reader or a region of this thread has it pinned, and has said what it writes; or a piece of an op that
+    // is under way elsewhere. What others have pinned for themselves is written to all the same.
+    if (called || at::in_parallel_region() || is_backends_thread()) return;
+  } else if (called && !tl_foreign) {
+    return;
+  }
+  finish_pending_of(s);
+  counters.foreign_writes++;
+  escape(c, Escape::kForeignWrite);
+}
+
+}  // namespace memmgr::pager

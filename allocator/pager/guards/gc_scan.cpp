@@ -1,0 +1,112 @@
+#include "guards/gc_scan.h"
+
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "guards/extension_ops.h"
+#include "python/module.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+struct Search {
+  PyObject* types;
+  std::optional<Libraries> libraries;
+  std::vector<THPObjectPtr> found;
+  std::array<PyTypeObject*, 256> others{};  // types that are none of these; most objects are of a few dozen
+
+  void look_at(PyObject* o) {
+    if (libraries && PyCFunction_CheckExact(o)) {
+      if (libraries->have_bound(o)) found.emplace_back(Py_NewRef(o));
+      return;
+    }
+    PyTypeObject*& other = others[reinterpret_cast<uintptr_t>(Py_TYPE(o)) / 64 % 256];
+    if (other == Py_TYPE(o)) return;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i)
+      if (PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(types, i)))) {
+        found.emplace_back(Py_NewRef(o));
+        return;
+      }
+    other = Py_TYPE(o);
+  }
+};
+
+#if PY_VERSION_HEX < 0x030C0000
+// Python 3.11's lists of what its collector knows, one for each generation (pycore_gc.h). Its own function makes a list
+// of all objects, which takes as long again as to look at them.
+struct CollectorLink {
+  CollectorLink* next;
+  uintptr_t previous_and_flags;
+
+  CollectorLink* previous() const { return reinterpret_cast<CollectorLink*>(previous_and_flags & ~uintptr_t{3}); }
+  PyObject* object() { return reinterpret_cast<PyObject*>(this + 1); }
+};
+
+struct Generation {
+  CollectorLink head;
+  int threshold, count;
+};
+constexpr int kGenerations = 3;
+
+// From both ends: who follows a list waits for memory at each object, and two waits at a time take half as long.
+void visit_list(const CollectorLink* head, Search& search) {
+  CollectorLink *front = head->next, *back = head->previous();
+  while (front != head) {
+    search.look_at(front->object());
+    if (front == back) return;
+    search.look_at(back->object());
+    front = front->next;
+    if (front == back) return;
+    back = back->previous();
+  }
+}
+
+bool visit_objects(Search& search) {
+  THPObjectPtr youngest(PyList_New(0));  // what is new is the last of the first list, and its next one the head
+  if (!youngest) return false;
+  const auto* first = reinterpret_cast<const Generation*>((reinterpret_cast<CollectorLink*>(youngest.get()) - 1)->next);
+  for (int i = 0; i < kGenerations; ++i) visit_list(&first[i].head, search);
+  return true;
+}
+#else
+bool visit_objects(Search& search) {
+  PyUnstable_GC_VisitObjects(
+      [](PyObject* o, void* found) {
+        static_cast<Search*>(found)->look_at(o);
+        return 1;  // go on
+      },
+      &search);
+  return true;
+}
+#endif
+
+// objects_of(types[, libraries]) -> the objects of these types, or of subtypes, that the garbage collector knows, and
+// the functions that pybind11 has bound in these libraries. All that it knows comes and goes without a bytecode in
+// between: another thread would find references that are not its own.
+PyObject* py_objects_of(PyObject*, PyObject* args) {
+  PyObject *types, *libraries = nullptr;
+  if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &types, &PyList_Type, &libraries)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Search search{types, {}, {}};
+    if (libraries) search.libraries.emplace(libraries);
+    if (!visit_objects(search)) return nullptr;
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(search.found.size()));
+    for (size_t i = 0; list && i < search.found.size(); ++i)
+      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), search.found[i].release());
+    return list;
+  });
+}
+
+}  // namespace
+
+PyMethodDef object_methods[] = {
+    {"objects_of", py_objects_of, METH_VARARGS,
+     "objects_of(types[, libraries]): what the garbage collector knows of them, and what pybind11 has bound there"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace memmgr::pager

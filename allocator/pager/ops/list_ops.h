@@ -1,0 +1,60 @@
+// List ops: torch._foreach_* and the fused steps of optimizers. One call touches all parameters, so all of them would
+// be its working set. What they do to one index depends on no other, so a call runs as several on slices of its lists
+// (design section 5), with the same bits.
+#pragma once
+
+#include <ATen/core/stack.h>
+
+#include "base/budget.h"
+#include "ops/op_info.h"
+#include "residency/reclaim.h"
+
+namespace memmgr::pager {
+
+// Can calls of this op be cut?
+bool is_list_op(const c10::FunctionSchema& schema);
+
+// Of lists with so many bytes at each index: the first index of each slice, and the end; empty: they stay whole. A
+// slice has a share of the budget at most, unless a single index has more.
+std::vector<size_t> cuts(const std::vector<uint64_t>& bytes);
+
+// One of the lists' tensors, and where it stands in its list.
+struct InList {
+  const c10::TensorImpl* tensor;
+  size_t index;
+};
+
+// Do two that stand at different places lie in the same memory?
+bool share_memory(const std::vector<InList>& all);
+
+// What counts of a tensor: what can leave.
+uint64_t bytes_in_list(const at::Tensor& t);
+// What the call on top of the stack has at its largest index, and at all: with a small budget it is cut at every index.
+Share largest_index(const OpInfo* info, const torch::jit::Stack& stack);
+// Of the call on top of the stack.
+std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack);
+// The arguments of one slice, from `first` to before `end`.
+torch::jit::Stack slice_of(const c10::IValue* args, size_t n, size_t first, size_t end);
+
+// Runs the call in slices, each by `call(&its stack)`. False: it is small enough, or cannot be cut.
+template <class Call>
+bool run_in_slices(const OpInfo* info, torch::jit::Stack* stack, Call&& call) {
+  const std::vector<size_t> at = cuts(info, *stack);
+  if (at.empty()) return false;
+  const size_t n = info->op.schema().arguments().size(), base = stack->size() - n;
+  std::vector<c10::impl::GenericList> results;
+  for (size_t k = 0; k + 1 < at.size(); ++k) {
+    counters.slices++;
+    torch::jit::Stack slice = slice_of(stack->data() + base, n, at[k], at[k + 1]);
+    call(&slice);
+    for (size_t i = 0; i < slice.size(); ++i) {
+      if (k == 0) results.emplace_back(slice[i].toList().elementType());
+      for (const c10::IValue& made : slice[i].toListRef()) results[i].push_back(made);
+    }
+  }
+  stack->resize(base);
+  for (c10::impl::GenericList& list : results) stack->emplace_back(std::move(list));
+  return true;
+}
+
+}  // namespace memmgr::pager

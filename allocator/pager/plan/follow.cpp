@@ -1,0 +1,397 @@
+#include "plan/follow.h"
+
+#include <algorithm>
+#include <deque>
+#include <list>
+#include <utility>
+
+#include "base/budget.h"
+#include "cells/deferred_drop.h"
+#include "remat/rematerialize.h"
+#include "residency/reclaim.h"
+#include "residency/transfer.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+constexpr size_t kMostPlans = 16;
+constexpr size_t kMostLooks = 256;  // at what may go, under the graph's lock, for one request
+
+struct Going {
+  uint32_t ordinal;
+  uint32_t turn;  // which of its departures
+  Way way;
+};
+
+// What departs in a group as soon as those that are made again there have read it.
+struct Unread {
+  uint32_t ordinal, reads = 0;
+  bool departs = false;
+  Row how = Row::kDrop;
+};
+
+// Guarded by the graph's lock.
+struct Follower {
+  std::list<FollowedPlan> plans;  // the latest first
+  const FollowedPlan* leads = nullptr;
+  bool decided = false;                                      // a plan leads, or none does
+  size_t departures = 0, writes = 0, reads = 0, groups = 0;  // where its rows stand
+  std::deque<Going> going;
+  std::vector<Going> gone;      // and may go again: made on the way to others, they have come back before their time
+  std::vector<uint32_t> turns;  // by ordinal, this period's and the one's before: the departure that counts; an older
+                                // one has been overtaken by its return
+  std::vector<uint32_t> deferred;  // reads that found no room
+  std::vector<Unread> unread;      // of the group that runs
+  bool ran_short = false;
+  LeftPlan left;
+};
+
+Follower& follower() {
+  static auto* f = new Follower;
+  return *f;
+}
+
+std::atomic<bool> leading{false}, foretelling{false};
+
+size_t at_or_after(const std::vector<PlanRow>& rows, uint32_t position) {
+  return static_cast<size_t>(std::lower_bound(rows.begin(), rows.end(), position,
+                                              [](const PlanRow& row, uint32_t p) { return row.position < p; }) -
+                             rows.begin());
+}
+
+void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
+  f.leads = plan;
+  leading = plan != nullptr;
+  foretelling = false;
+  if (!plan) {
+    f.going.clear();
+    f.gone.clear();
+    f.deferred.clear();
+    f.unread.clear();
+    return;
+  }
+  f.departures = at_or_after(plan->departures, position);
+  f.writes = at_or_after(plan->writes, position);
+  f.reads = at_or_after(plan->reads, position);
+  f.groups = at_or_after(plan->groups, position);
+}
+
+uint32_t& turn_of(Follower& f, uint32_t ordinal) {
+  const size_t at = 2 * static_cast<size_t>(ordinal & ~kBefore) + (ordinal & kBefore ? 1 : 0);
+  if (at >= f.turns.size()) f.turns.resize(at + 1);
+  return f.turns[at];
+}
+
+// Null: it has died, or is not the cell that the plan means.
+Cell* cell_locked(const Follower& f, uint32_t ordinal) {
+  if (!(ordinal & kBefore)) return cell_of_ordinal_locked(ordinal);
+  return f.leads ? cell_before_locked(ordinal & ~kBefore, f.leads->hashes.back()) : nullptr;
+}
+
+void depart_locked(Follower& f, uint32_t ordinal, Row how) {
+  f.going.push_back({ordinal, turn_of(f, ordinal), how == Row::kOffload ? Way::kOffload : Way::kEvict});
+}
+
+Unread* unread_locked(Follower& f, uint32_t ordinal) {
+  const auto found =
+      std::find_if(f.unread.begin(), f.unread.end(), [&](const Unread& u) { return u.ordinal == ordinal; });
+  return found == f.unread.end() ? nullptr : &*found;
+}
+
+// A row of a group that makes nothing.
+void depart_in_group_locked(Follower& f, const PlanRow& row) {
+  Unread* unread = unread_locked(f, row.ordinal);
+  if (row.what == Row::kRead) {
+    if (!unread) unread = &f.unread.emplace_back(Unread{row.ordinal});
+    unread->reads++;
+  } else if (unread && unread->reads > 0) {
+    unread->departs = true;
+    unread->how = row.what;
+  } else {
+    depart_locked(f, row.ordinal, row.what);
+  }
+}
+
+// Nothing runs any more that could have read it.
+void end_group() {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Follower& f = follower();
+  for (const Unread& u : f.unread)
+    if (u.departs) depart_locked(f, u.ordinal, u.how);
+  f.unread.clear();
+}
+
+// The first of them in whose place the request fits as it is: its pages need not be moved, nor others be fetched. Not
+// what has no copy yet, for which everybody would wait. Else the first.
+std::deque<Going>::iterator place_of_locked(Follower& f, uint64_t request) {
+  const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
+  if (request < budget.options.small_bytes) return f.going.begin();
+  const auto found = std::find_if(f.going.begin(), end, [&](const Going& g) {
+    const Cell* c = turn_of(f, g.ordinal) == g.turn ? cell_locked(f, g.ordinal) : nullptr;
+    return c && rounded(c->nbytes) == rounded(request) && c->state.load(std::memory_order_relaxed) == 0 &&
+           (g.way == Way::kEvict || c->slot >= 0);
+  });
+  return found != end ? found : f.going.begin();
+}
+
+// What the plan has away and what is there all the same is to go, too. False: there is none.
+bool go_again_locked(Follower& f) {
+  std::vector<Going> gone;
+  for (const Going& g : f.gone) {
+    if (turn_of(f, g.ordinal) != g.turn) continue;
+    const Cell* c = cell_locked(f, g.ordinal);
+    if (!c) continue;
+    if (c->resident())
+      f.going.push_back(g);
+    else
+      gone.push_back(g);
+  }
+  f.gone.swap(gone);
+  return !f.going.empty();
+}
+
+// Reads that are due begin; what finds no room is tried again after the next op.
+void read_ahead(std::vector<uint32_t> due) {
+  std::vector<uint32_t> later;
+  for (const uint32_t ordinal : due) {
+    Cell* c;
+    StoragePtr held;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      c = cell_locked(follower(), ordinal);
+      if (!c || c->resident() || !c->storage._unsafe_get_target()) continue;
+      held = hold(c);
+    }
+    if (!held) continue;
+    bool begun = begin_read(c);
+    if (!begun && let_planned_go(c->nbytes, c->nbytes, true)) begun = begin_read(c);
+    if (!begun) later.push_back(ordinal);
+    drop(std::move(held));
+    if (!later.empty()) {  // in order: what comes first is wanted first
+      for (const uint32_t other : due)
+        if (other != ordinal && std::find(due.begin(), due.end(), other) > std::find(due.begin(), due.end(), ordinal))
+          later.push_back(other);
+      break;
+    }
+  }
+  if (later.empty()) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Follower& f = follower();
+  if (f.leads) f.deferred.insert(f.deferred.begin(), later.begin(), later.end());
+}
+
+// What is made again together, before the op at this position: what it shares is made once.
+void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<KeptRow> kept) {
+  std::vector<uint32_t> ordinals;
+  for (const PlanRow& row : rows)
+    if (row.what == Row::kMake) ordinals.push_back(row.ordinal);
+  RematGroup group(ordinals, position, std::move(kept));
+  bool room = true;
+  for (const PlanRow& row : rows) {
+    Cell* c;
+    StoragePtr held;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      Follower& f = follower();
+      if (!f.leads) return;  // what waited has been forgotten with the plan
+      if (row.what != Row::kMake) {
+        depart_in_group_locked(f, row);
+        continue;
+      }
+      c = cell_of_ordinal_locked(row.ordinal);
+      if (!room || !c || c->resident() || c->absence == Absence::kOffloaded) continue;
+      held = hold(c);
+    }
+    if (!held) continue;
+    pin(c, ticks());
+    try {
+      bring_back(c);
+    } catch (const std::exception&) {
+      room = false;  // the op that needs it makes it with what it has pinned itself, and is told what is wrong
+    }
+    unpin(c);
+    drop(std::move(held));
+    group.end_read();
+  }
+  end_group();
+}
+
+}  // namespace
+
+void add_plan(FollowedPlan plan) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Follower& f = follower();
+  for (const FollowedPlan& p : f.plans)
+    if (p.hashes == plan.hashes) plan.after = p.after;
+  f.plans.remove_if([&](const FollowedPlan& p) { return p.hashes == plan.hashes && &p != f.leads; });
+  f.plans.push_front(std::move(plan));
+  if (f.plans.size() > kMostPlans && &f.plans.back() != f.leads) f.plans.pop_back();
+}
+
+void drop_plans() {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  lead_locked(follower(), nullptr, 0);
+  follower() = Follower();
+}
+
+void has_been_read_locked(const Recipe* r) {
+  Follower& f = follower();
+  if (f.unread.empty()) return;
+  for (const TensorArg& a : r->tensors)
+    for (Unread& u : f.unread) {
+      if (!a.version || !a.version->cell || cell_locked(f, u.ordinal) != a.version->cell) continue;
+      if (u.reads == 0 || --u.reads > 0 || !std::exchange(u.departs, false)) continue;
+      depart_locked(f, u.ordinal, u.how);
+    }
+}
+
+bool plan_leads() { return leading.load(std::memory_order_relaxed); }
+bool plan_foretells() { return foretelling.load(std::memory_order_relaxed); }
+
+// Several may begin with the same ops, and what one does before they part would be done for the others. The one that
+// has come after this period before is likely to come again.
+void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
+  Follower& f = follower();
+  if (f.plans.empty() || (f.decided && !f.leads)) return;
+  const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
+  if (f.leads && fits(*f.leads)) return;
+  auto found =
+      std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.after == before && fits(p); });
+  if (found == f.plans.end()) found = std::find_if(f.plans.begin(), f.plans.end(), fits);
+  if (found == f.plans.end()) f.left = {f.leads ? f.leads->hashes.back() : f.plans.front().hashes.back(), position};
+  f.decided = true;
+  lead_locked(f, found == f.plans.end() ? nullptr : &*found, position);
+  foretelling = f.leads && f.leads->hashes.back() == before;
+}
+
+void follow_before(uint32_t position) {
+  if (!plan_leads()) return;
+  std::vector<uint32_t> due, again;
+  std::vector<PlanRow> group;
+  std::vector<KeptRow> kept;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Follower& f = follower();
+    if (!f.leads) return;
+    const FollowedPlan& p = *f.leads;
+    for (; f.reads < p.reads.size() && p.reads[f.reads].position <= position; ++f.reads) {
+      turn_of(f, p.reads[f.reads].ordinal)++;
+      due.push_back(p.reads[f.reads].ordinal);
+    }
+    for (; f.groups < p.groups.size() && p.groups[f.groups].position <= position; ++f.groups) {
+      group.push_back(p.groups[f.groups]);
+      if (group.back().what == Row::kMake) turn_of(f, group.back().ordinal)++;
+    }
+    if (!group.empty())
+      for (const KeptRow& k : p.kept)
+        if (k.made == position) kept.push_back(k);
+    if (!due.empty() && !f.deferred.empty()) {
+      due.insert(due.begin(), f.deferred.begin(), f.deferred.end());
+      f.deferred.clear();
+    }
+  }
+  if (!due.empty()) read_ahead(std::move(due));
+  if (!group.empty()) run_group(group, position, std::move(kept));
+}
+
+void follow_after(uint32_t position) {
+  poll_transfers();
+  if (!plan_leads()) return;
+  std::vector<uint32_t> deferred;
+  std::vector<Cell*> ended;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Follower& f = follower();
+    if (!f.leads) return;
+    const FollowedPlan& p = *f.leads;
+    for (; f.writes < p.writes.size() && p.writes[f.writes].position <= position; ++f.writes) {
+      Cell* c = cell_locked(f, p.writes[f.writes].ordinal);
+      if (c && c->resident() && begin_write_locked(c)) ended.push_back(c);
+    }
+    for (; f.departures < p.departures.size() && p.departures[f.departures].position <= position; ++f.departures) {
+      const PlanRow& row = p.departures[f.departures];
+      depart_locked(f, row.ordinal, row.what);
+    }
+    deferred.swap(f.deferred);
+  }
+  for (Cell* c : ended) last_user_is_gone(c);
+  if (!deferred.empty()) read_ahead(std::move(deferred));
+}
+
+uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
+  if (!plan_leads()) return 0;
+  uint64_t released = 0;
+  bool again = false;
+  std::vector<Going> pinned;  // and what has no copy yet, where nobody waits
+  while (released < want) {
+    Cell* c = nullptr;
+    Going next{};
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      Follower& f = follower();
+      if (f.going.empty() && (std::exchange(again, true) || !go_again_locked(f))) break;  // once: some stay
+      const auto place = released == 0 ? place_of_locked(f, request) : f.going.begin();
+      next = *place;
+      f.going.erase(place);
+      if (turn_of(f, next.ordinal) != next.turn) continue;
+      c = cell_locked(f, next.ordinal);
+      if (!c) continue;
+      if (!c->resident()) {
+        f.gone.push_back(next);
+        continue;
+      }
+      if ((ahead && next.way == Way::kOffload && c->slot < 0) || !claim_locked(c)) {
+        pinned.push_back(next);
+        continue;
+      }
+    }
+    released += leave_claimed(c, next.way);
+    std::lock_guard<std::mutex> lock(graph_lock());
+    follower().gone.push_back(next);
+  }
+  if (!pinned.empty()) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    follower().going.insert(follower().going.begin(), pinned.begin(), pinned.end());
+  }
+  return released;
+}
+
+void note_short() {
+  if (!plan_leads()) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  follower().ran_short = true;
+}
+
+Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t passes) {
+  Followed result;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Follower& f = follower();
+    const auto met =
+        std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.hashes.back() == hash; });
+    if (met != f.plans.end()) {
+      met->after = before;
+      f.plans.splice(f.plans.begin(), f.plans, met);  // the latest first
+    }
+    result.hash = hash;
+    result.to_the_end = f.leads && f.leads->hashes.back() == hash;
+    result.ran_short = f.ran_short;
+    result.left = std::exchange(f.left, LeftPlan());
+    if (hash && f.leads && !result.to_the_end) result.left = {f.leads->hashes.back(), ops};
+    lead_locked(f, nullptr, 0);
+    f.decided = false;
+    f.ran_short = false;
+    f.turns.clear();
+  }
+  end_kept_ghosts();
+  if (result.to_the_end) {
+    counters.planned_periods += passes;
+    if (result.ran_short) counters.short_periods++;
+  } else if (result.left.plan) {
+    counters.left_periods += passes;
+  }
+  return result;
+}
+
+}  // namespace memmgr::pager

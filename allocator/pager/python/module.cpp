@@ -1,0 +1,501 @@
+// The Python module: opening, closing and the errors. Nothing here is on the way of an op.
+#include "python/module.h"
+
+#include <ATen/record_function.h>
+#include <Python.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "base/budget.h"
+#include "cells/cell.h"
+#include "cells/deferred_drop.h"
+#include "cells/stream_order.h"
+#include "concurrency/admission.h"
+#include "concurrency/python_threads.h"
+#include "dispatch/kernel.h"
+#include "dispatch/launch.h"
+#include "guards/address_exports.h"
+#include "guards/captures.h"
+#include "guards/collective_pins.h"
+#include "guards/cpp_tensor_hooks.h"
+#include "guards/ddp_reducer.h"
+#include "guards/escape.h"
+#include "guards/extension_ops.h"
+#include "guards/fixed_memory.h"
+#include "guards/gc_scan.h"
+#include "guards/mapped_files.h"
+#include "guards/touched_cells.h"
+#include "guards/unseen_threads.h"
+#include "pools/pool.h"
+#include "python/bind_plans.h"
+#include "python/bind_ranking.h"
+#include "python/fork.h"
+#include "python/gradients.h"
+#include "python/introspection.h"
+#include "recipes/recipe.h"
+#include "residency/reclaim.h"
+#include "residency/transfer.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
+PyObject* recompute_error = nullptr;    // its class
+PyObject* torchs_error = nullptr;       // torch.OutOfMemoryError
+
+void set_out_of_memory(const char* text) {
+  const NotCompiled not_compiled;
+  PyObject* error = make_budget_error ? PyObject_CallFunction(make_budget_error, "s", text) : nullptr;
+  if (error)
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  else if (!PyErr_Occurred())
+    PyErr_SetString(PyExc_MemoryError, text);
+  Py_XDECREF(error);
+}
+
+}  // namespace
+
+void set_python_error() {
+  try {
+    throw;
+  } catch (const c10::OutOfMemoryError& e) {
+    set_out_of_memory(e.what_without_backtrace());
+  } catch (python_error& e) {
+    e.restore();
+  } catch (const WrongBytes& e) {
+    PyErr_SetString(recompute_error ? recompute_error : PyExc_RuntimeError, e.what_without_backtrace());
+  } catch (const c10::Error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+}
+
+StoragePtr storage_of(PyObject* o) {
+  if (THPVariable_Check(o)) {
+    const at::Tensor& t = THPVariable_Unpack(o);
+    if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return {};
+    return StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+  if (PyLong_Check(o)) return StoragePtr::reclaim_copy(static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(o)));
+  return {};
+}
+
+namespace {
+
+PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
+                                "may_offload", "torture", "verify",     "prefetch", "order",       "search",
+                                "remap",       "apart",   "device",     "driver",   "host_bytes",  nullptr};
+  unsigned long long limit, disk_bytes, throttle, small_bytes, host_bytes;
+  const char *folder, *device, *driver;
+  int may_evict, may_offload, torture, verify, prefetch, order, search, remap, apart;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKpppppiiipszK", const_cast<char**>(names), &limit, &folder,
+                                   &disk_bytes, &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify,
+                                   &prefetch, &order, &search, &remap, &apart, &device, &driver, &host_bytes))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    TORCH_CHECK(!budget.forked,
+                "memmgr: this process was forked from one that has had a budget, and its memory is that one's: it can "
+                "have no budget of its own. Start it with multiprocessing's \"spawn\", or fork before a budget opens.");
+    TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
+    seconds_of_ticks(0);
+    const c10::Device where{std::string(device)};
+    Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, driver);
+    char why[200] = {};
+    if (pool->on_host() && folder && may_offload) {
+      budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
+    } else if (pool->on_host()) {
+      budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
+    } else if (host_bytes && may_offload) {
+      budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
+    }
+    budget.tier_writes = budget.tier && !(pool->on_host() && !(folder && may_offload));
+    learn_mapped();
+    Options o;
+    o.small_bytes = small_bytes;
+    o.may_evict = may_evict;
+    o.may_offload = may_offload;
+    o.torture = torture;
+    o.verify = verify;
+    o.prefetch = prefetch;
+    o.order = static_cast<Order>(order);
+    o.search = pool->places() ? search : -1;
+    o.remap = remap;
+    o.apart = apart;
+    budget.options = o;
+    budget.tier_error.clear();
+    budget.pool = pool;
+    budget.arena = pool->arena;
+    mm_arena_set_layout(budget.arena, o.remap, o.apart);
+    pool->set_budget(limit);
+    pool->install();
+    forget_askers();
+    prepare_for_waiting();
+    watch_forks();  // after the core has: handlers run backwards, and ours waits for the tier
+    mm_arena_reset_peak(budget.arena);
+    mm_arena_reset_counts(budget.arena);
+    reset_floor();
+    forget_untried();
+    new (&counters) Counters;  // from zero
+    counters.ops_before = ops_counted();
+    forget_moved();
+    listeners = at::hasCallbacks() ? uint32_t{kOthers} : 0;
+    catch_unseen_threads(true);
+    watch_exports(true);
+    budget.open.store(true, std::memory_order_release);
+    let_callbacks_rest(true);
+    see_this_thread(true);
+    let_others_end_their_ops();
+    Py_RETURN_NONE;
+  });
+}
+
+// Cells, and references that keep them alive while the GIL is free.
+std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
+  std::vector<std::pair<Cell*, WeakStorage>> weak;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([&](Cell* c) {
+      if (c->storage._unsafe_get_target()) weak.emplace_back(c, c->storage);
+    });
+  }
+  std::vector<std::pair<Cell*, StoragePtr>> held;
+  for (auto& [c, w] : weak)
+    if (StoragePtr s = w.lock()) {
+      if (cell_of(s.get()) == c) held.emplace_back(c, std::move(s));
+    }
+  return held;
+}
+
+// A storage that was a cell of an earlier budget. A search does not find one that nobody but a graph of autograd holds.
+struct FormerCell {
+  WeakStorage storage;
+  Escape escape;
+};
+
+// The GIL is held.
+std::vector<FormerCell>& former_cells() {
+  static auto* f = new std::vector<FormerCell>;
+  return *f;
+}
+
+// True if the address that was handed out is in use for as long as the storage lives (rule 9). Those of NumPy and
+// DLPack are noted with their arrays (memmgr/_exported.py).
+bool outlives_budget(Escape why) {
+  return why == Escape::kPointer || why == Escape::kForeignWrite || why == Escape::kCaptured;
+}
+
+// Bytes that go back to a mapping are in memory twice until the pool's pages are given back.
+constexpr uint64_t kTrimEach = uint64_t{32} << 20;
+
+// close(): brings everything back, takes the cells off their storages, closes the tier.
+PyObject* py_close(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    if (!budget.open) Py_RETURN_NONE;
+    budget.pool->set_budget(MM_UNLIMITED);
+    budget.options.torture = false;
+    struct Staying {  // what is back stays
+      Staying() { nothing_leaves(true); }
+      ~Staying() { nothing_leaves(false); }
+    };
+    end_watch();
+    forget_captures();
+    forget_others();
+    std::optional<Staying> staying(std::in_place);
+    std::exception_ptr wrong;
+    forget_periods();
+    Py_BEGIN_ALLOW_THREADS;
+    try {
+      finish_transfers();
+    } catch (...) {
+      wrong = std::current_exception();
+    }
+    drop_what_waits();
+    Py_END_ALLOW_THREADS;
+    auto cells = all_cells();
+    Py_BEGIN_ALLOW_THREADS;
+    uint64_t moved = 0;
+    const auto trim = [&] {
+      mm_arena_trim(budget.arena, 0);
+      moved = 0;
+    };
+    for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells come back
+      for (auto& [c, s] : cells) {
+        // Readers of a cell that an earlier budget gave up are told; this one has lost nothing.
+        if (c->given_up || (resident && !c->resident())) continue;
+        try {
+          bool back = return_to_mapping(c);
+          if (!back && !resident) {
+            fetch(c);
+            back = return_to_mapping(c);
+          }
+          if (back && (moved += c->nbytes) >= kTrimEach) trim();
+        } catch (...) {
+          wrong = std::current_exception();
+        }
+      }
+      if (moved) trim();
+    }
+    forget_works();
+    exhume();
+    try {
+      if (rule_holds(kRuleClosed)) budget.pool->settle();
+    } catch (...) {
+      wrong = std::current_exception();
+    }
+    Py_END_ALLOW_THREADS;
+    budget.open.store(false, std::memory_order_release);
+    catch_unseen_threads(false);
+    let_callbacks_rest(false);
+    watch_exports(false);
+    // Ops of other threads that began under the budget have pins on cells that end now, or are about to.
+    Py_BEGIN_ALLOW_THREADS;
+    if (!wait_until_kernel_is_left(60))
+      wrong = std::make_exception_ptr(std::runtime_error("memmgr: an op of another thread has not ended for a minute"));
+    Py_END_ALLOW_THREADS;
+    staying.reset();
+    forget_fixed();
+    cells = all_cells();  // with those that were born meanwhile
+    cut_recipes(true);
+    for (auto& [c, s] : cells)
+      if (cell_of(s.get()) == c && c->resident()) {
+        if (!c->small) former_cells().push_back({WeakStorage(s), c->escape});
+        unadopt(c);
+      }
+    cells.clear();
+    {
+      // What could not come back is lost with the tier: nobody may take a later tier's slot for it.
+      std::lock_guard<std::mutex> lock(graph_lock());
+      for_each_cell_locked([](Cell* c) { c->slot = -1, c->given_up |= !c->resident(); });
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    drop_what_waits();
+    stop_dropper();
+    Py_END_ALLOW_THREADS;
+    budget.pool->uninstall();
+    mm_arena_set_layout(budget.arena, MM_REMAP_FIRST, 0);
+    if (budget.tier) {
+      finish_transfers();
+      mm_tier_close(budget.tier);
+      budget.tier = nullptr;
+      budget.tier_writes = false;
+    }
+    if (wrong) std::rethrow_exception(wrong);
+    Py_RETURN_NONE;
+  });
+}
+
+// adopt(tensor or cdata) -> bytes that became (or are) a cell
+PyObject* py_adopt(PyObject*, PyObject* o) {
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    Cell* c = nullptr;
+    if (s && budget.open) {
+      c = cell_of(s.get());
+      if (!c && adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) c = adopt(s.get());
+    }
+    return PyLong_FromUnsignedLongLong(c ? c->nbytes : 0);
+  });
+}
+
+// adopt_all(tensors) -> bytes: these, the leaves' gradients, and what earlier budgets had. Gradients that another
+// thread puts in place meanwhile are met as ops touch them.
+PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
+  if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
+  const bool gradients = elsewhere() != Elsewhere::kGradients;
+  std::vector<StoragePtr> found, others;
+  const auto add = [&](const at::Tensor& t) {
+    if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
+    c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (is_small(s)) return;
+    (adoptable(s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
+  };
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* o = PyList_GET_ITEM(tensors, i);
+    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
+    const at::Tensor& t = THPVariable_Unpack(o);
+    add(t);
+    if (gradients && t.defined() && t.is_leaf()) add(t.grad());
+    if (gradients && t.defined()) guard_hooks_of(t);
+  }
+  std::vector<std::pair<StoragePtr, Escape>> escaped;
+  std::vector<FormerCell> kept;  // for a later budget: this one has no cell of it
+  for (FormerCell& former : former_cells()) {
+    StoragePtr s = former.storage.lock();
+    if (!s) continue;
+    const bool outlives = outlives_budget(former.escape);
+    if (adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) {
+      if (outlives) escaped.emplace_back(s, former.escape);
+      found.push_back(std::move(s));
+    } else if (outlives) {
+      kept.push_back(std::move(former));
+    }
+  }
+  former_cells() = std::move(kept);
+  uint64_t bytes = 0;
+  for (const StoragePtr& s : found)
+    if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
+  for (const StoragePtr& s : others) count_fixed(s.get());
+  return guarded([&] {
+    {
+      const pybind11::gil_scoped_release released;
+      for (const auto& [s, why] : escaped)
+        if (Cell* c = cell_of(s.get())) escape(c, why);
+    }
+    return PyLong_FromUnsignedLongLong(bytes);
+  });
+}
+
+// settle(): what was adopted past the limit leaves. Returns the bytes that are resident beyond it still.
+PyObject* py_settle(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    uint64_t beyond = 0;
+    give_others_a_moment();
+    Py_BEGIN_ALLOW_THREADS;
+    const uint64_t limit = mm_arena_budget(budget.arena);
+    for (int i = 0; i < 1000; ++i) {
+      const uint64_t now = mm_arena_resident(budget.arena);
+      beyond = now > limit ? now - limit : 0;
+      if (!beyond || !reclaim_callback(budget.pool, beyond, beyond, i)) break;
+    }
+    budget.pool->trim();
+    Py_END_ALLOW_THREADS;
+    mm_arena_reset_peak(budget.arena);  // what was there before the budget is none of its doing
+    return PyLong_FromUnsignedLongLong(beyond);
+  });
+}
+
+// set_errors(make_budget_error, recompute_error, torch.OutOfMemoryError)
+PyObject* py_set_errors(PyObject*, PyObject* args) {
+  PyObject *make, *wrong, *torchs;
+  if (!PyArg_ParseTuple(args, "OOO", &make, &wrong, &torchs)) return nullptr;
+  Py_XSETREF(torchs_error, Py_NewRef(torchs));
+  Py_XSETREF(make_budget_error, Py_NewRef(make));
+  Py_XSETREF(recompute_error, Py_NewRef(wrong));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_read_clock(PyObject*, PyObject* o) {
+  void* address = PyLong_AsVoidPtr(o);
+  if (PyErr_Occurred()) return nullptr;
+  read_clock(reinterpret_cast<uint64_t (*)()>(address));
+  Py_RETURN_NONE;
+}
+
+// count_ticks(step): time passes by so much with each look at the clock, whatever else the machine does; 0: as it does
+PyObject* py_count_ticks(PyObject*, PyObject* o) {
+  const unsigned long long step = PyLong_AsUnsignedLongLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  count_ticks(step);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_set_link(PyObject*, PyObject* args) {
+  double seconds, cpu = -1;
+  if (!PyArg_ParseTuple(args, "d|d", &seconds, &cpu)) return nullptr;
+  set_link(seconds);
+  if (cpu >= 0) set_link_cpu(cpu);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_set_slice_bytes(PyObject*, PyObject* o) {
+  const uint64_t n = PyLong_AsUnsignedLongLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  budget.options.slice_bytes = n;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_use_plugin(PyObject*, PyObject* o) {
+  const auto* table = static_cast<const mm_plugin*>(PyLong_AsVoidPtr(o));
+  if (PyErr_Occurred()) return nullptr;
+  return guarded([&]() -> PyObject* {
+    use_plugin(table);
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef methods[] = {
+    {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS,
+     "opens a budget"},
+    {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
+    {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
+    {"adopt_all", py_adopt_all, METH_O, "adopt_all(tensors) -> bytes"},
+    {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
+    {"set_errors", py_set_errors, METH_VARARGS,
+     "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
+    {"read_clock", py_read_clock, METH_O, "the clock is the function at this address (for tests)"},
+    {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
+    {"set_link", py_set_link, METH_VARARGS, "seconds a byte to the tier, one way; and of a CPU"},
+    {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},
+    {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+// Throws the error that `set` raises in Python, as torch hands such errors on. `text` is its text for C++: the one of
+// Python may take long to write, and most programs that catch the error do not read it.
+template <class F>
+[[noreturn]] static void throw_python(const std::string& text, F&& set) {
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  set();
+  python_error error;
+  PyErr_Fetch(&error.type, &error.value, &error.traceback);
+  error.message = text;
+  PyGILState_Release(gil);
+  throw error;
+}
+
+void raise_budget_error(const c10::OutOfMemoryError& e) {
+  if (!Py_IsInitialized() || !make_budget_error) return;
+  const std::string text = e.what_without_backtrace();
+  throw_python(text, [&] { set_out_of_memory(text.c_str()); });
+}
+
+void raise_budget_error_of_python() {
+  if (!Py_IsInitialized() || !make_budget_error) return;
+  const pybind11::gil_scoped_acquire gil;
+  std::string text;
+  try {
+    throw;
+  } catch (pybind11::error_already_set& e) {
+    if (e.type().ptr() != torchs_error) return;  // memmgr's own is a subclass
+    text = pybind11::str(e.value());
+  } catch (...) {
+    return;
+  }
+  throw_python(text, [&] { set_out_of_memory(text.c_str()); });
+}
+
+void raise_wrong_bytes(const c10::Error& e) {
+  if (!Py_IsInitialized() || !recompute_error) return;
+  const std::string text = e.what_without_backtrace();
+  throw_python(text, [&] { PyErr_SetString(recompute_error, text.c_str()); });
+}
+
+}  // namespace memmgr::pager
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
+  using namespace memmgr::pager;
+  PyObject* module = PyModule_Create(&definition);
+  if (module &&
+      (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
+       PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, gradient_methods) < 0 ||
+       PyModule_AddFunctions(module, launch_methods) < 0 || PyModule_AddFunctions(module, object_methods) < 0 ||
+       PyModule_AddFunctions(module, observe_methods) < 0 || PyModule_AddFunctions(module, pool_methods) < 0))
+    Py_CLEAR(module);
+  if (module) guard_new_hooks();
+  return module;
+}

@@ -1,0 +1,187 @@
+#include "recipes/op_signature.h"
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "base/budget.h"
+#include "python/fork.h"
+#include "recipes/recipe.h"
+
+namespace memmgr::pager {
+
+// Kinds that differ in sizes and numbers alone. Where shapes change from step to step, each step's ops would be new
+// kinds, and run twice.
+struct Family {
+  double seconds = 0, read_bytes = 0;     // of all that were tried
+  uint32_t tried = 0;                     // kinds of it that gave the same bytes again
+  uint64_t least = UINT64_MAX, most = 0;  // bytes that these were given
+  // Stands for those that are not tried; refused once one did not, or leaves bytes of its results alone.
+  Kind kind;
+};
+
+namespace {
+
+constexpr uint32_t kTriedEnough = 32;  // of one program that does not change hardly a family has as many
+
+struct Kinds {
+  std::mutex& lock = taken_by_forks(new std::mutex);
+  std::unordered_map<uint64_t, Kind*> all;  // they live as long as the process: recipes point at them
+  std::unordered_map<uint64_t, Family*> families;
+};
+
+Kinds& kinds() {
+  static auto* k = new Kinds;
+  return *k;
+}
+
+void mix_geometry(HashOf<true>* hash, const TensorArg& a) {
+  const size_t n = a.sizes.size();
+  c10::SmallVector<size_t, 8> axes(n);  // from the innermost
+  for (size_t i = 0; i < n; ++i) axes[i] = n - 1 - i;
+  std::stable_sort(axes.begin(), axes.end(), [&](size_t x, size_t y) { return a.strides[x] < a.strides[y]; });
+  int64_t dense = 1;
+  for (const size_t i : axes) {
+    hash->mix_number(a.sizes[i], 4);  // of convolutions, channels, what is broadcast
+    hash->mix(static_cast<uint64_t>(i * 4 + (a.strides[i] == 0 ? 1 : a.strides[i] == dense ? 2 : 3)));
+    dense = a.strides[i] * a.sizes[i];
+  }
+  hash->mix(static_cast<uint64_t>(n + (a.offset ? 100 : 0)));
+}
+
+uint64_t family_hash(const Recipe& r, const void* code) {
+  HashOf<true> hash;
+  hash.mix(reinterpret_cast<uintptr_t>(r.info));
+  hash.mix(reinterpret_cast<uintptr_t>(code));
+  hash.mix(r.keys.raw_repr());
+  hash.mix(static_cast<uint64_t>(r.numerics * 2 + (r.rng.defined() ? 1 : 0)));
+  for (const c10::IValue& v : r.args) hash.mix_value(v);
+  for (const TensorArg& a : r.tensors) {
+    hash.mix(static_cast<uint64_t>(a.argument) * 1024 + static_cast<uint64_t>(a.dtype.toScalarType()) * 8 +
+             static_cast<uint64_t>(a.role));
+    hash.mix_number(int64_t{a.element});
+    hash.mix(static_cast<uint64_t>(a.wrapped_number) + 2 * a.keys.raw_repr());
+    mix_geometry(&hash, a);
+  }
+  return hash.value;
+}
+
+uint64_t bytes_of(const Recipe& r) {
+  uint64_t bytes = 0;
+  for (const TensorArg& a : r.tensors) {
+    uint64_t n = a.dtype.itemsize();
+    for (const int64_t size : a.sizes) n *= static_cast<uint64_t>(size);
+    bytes += n;
+  }
+  return bytes;
+}
+
+bool stands_for_locked(const Family& family, uint64_t bytes) {
+  const OpInfo* info = family.kind.info;
+  if (info->adds_in_any_order && info->in_order_unless < 0) return false;  // values say how, beside sizes
+  return family.kind.trusted() && family.tried >= kTriedEnough && family.least <= bytes && bytes <= family.most &&
+         !budget.options.verify;
+}
+
+}  // namespace
+
+Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& kernel, const void* code) {
+  struct Entry {
+    uint64_t hash = 0;
+    Kind* kind = nullptr;
+  };
+  static thread_local Entry recent[1024];
+  Entry& e = recent[hash % 1024];
+  // A family's kind that is none any more is looked up again.
+  const auto holds = [](const Kind* k) { return !k->of_family || (k->trusted() && !budget.options.verify); };
+  if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
+  Kinds& known = kinds();
+  std::lock_guard<std::mutex> lock(known.lock);
+  const auto found = known.all.find(hash);
+  if (found != known.all.end()) {
+    e = {hash, found->second};
+    return e.kind;
+  }
+  const auto begin = [&](Kind* kind) {
+    kind->info = recipe.info;
+    kind->kernel = kernel;
+  };
+  Family*& family = known.families[family_hash(recipe, code)];
+  if (!family) {
+    family = new Family;
+    begin(&family->kind);
+    family->kind.trust = Trust::kFamily;
+    family->kind.of_family = true;
+    family->kind.family = family;
+  }
+  const uint64_t bytes = bytes_of(recipe);
+  if (stands_for_locked(*family, bytes)) {
+    e = {hash, &family->kind};
+    return e.kind;
+  }
+  Kind* kind = known.all[hash] = new Kind;
+  begin(kind);
+  kind->family = family;
+  kind->read_bytes = bytes;
+  e = {hash, kind};
+  return kind;
+}
+
+void end_trial(Kind* kind, bool same) {
+  std::lock_guard<std::mutex> lock(kinds().lock);
+  kind->trust.store(same ? Trust::kYes : Trust::kNo);
+  if (!same) counters.refused_kinds++;
+  Family& family = *kind->family;
+  if (!same || kind->clears.load()) family.kind.trust = Trust::kNo;
+  if (!same) return;
+  family.tried++;
+  family.seconds += std::max(0.0, kind->seconds.load(std::memory_order_relaxed));
+  family.read_bytes += static_cast<double>(kind->read_bytes);
+  family.least = std::min(family.least, kind->read_bytes);
+  family.most = std::max(family.most, kind->read_bytes);
+}
+
+void refuse_families_locked(const Recipe* recipe) {
+  std::lock_guard<std::mutex> lock(kinds().lock);
+  std::unordered_set<const Recipe*> seen;
+  std::vector<const Recipe*> open{recipe};
+  while (!open.empty()) {
+    const Recipe* r = open.back();
+    open.pop_back();
+    if (!r || !r->checked || !seen.insert(r).second) continue;
+    if (r->kind->of_family) r->kind->trust = Trust::kNo;
+    for (const TensorArg& a : r->tensors)
+      if (a.version) open.push_back(a.version->recipe);
+  }
+}
+
+void note_seconds(Kind* kind, double seconds) {
+  const double known = kind->seconds.load(std::memory_order_relaxed);
+  if (known < 0 || seconds < known / 2)
+    kind->seconds.store(seconds, std::memory_order_relaxed);
+  else
+    kind->seconds.store(known * (seconds > known ? 1.05 : 1 / 1.05), std::memory_order_relaxed);
+}
+
+double seconds_by_family(const Recipe& r) {
+  std::lock_guard<std::mutex> lock(kinds().lock);
+  const Family& family = *r.kind->family;
+  return family.read_bytes > 0 ? family.seconds / family.read_bytes * static_cast<double>(bytes_of(r)) : 0;
+}
+
+uint64_t untried_bytes() {
+  std::lock_guard<std::mutex> lock(kinds().lock);
+  uint64_t most = 0;
+  for (const auto& [hash, kind] : kinds().all)
+    if (kind->trust.load() == Trust::kNew) most = std::max(most, kind->needs_bytes.load());
+  return most;
+}
+
+void forget_untried() {
+  std::lock_guard<std::mutex> lock(kinds().lock);
+  for (const auto& [hash, kind] : kinds().all) kind->needs_bytes = 0;
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,335 @@
+#include "recipes/recipe.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstring>
+#include <unordered_map>
+
+#include "base/budget.h"
+#include "base/private_member.h"
+#include "ops/numerics.h"
+#include "ops/rng.h"
+#include "pools/pool.h"
+#include "python/fork.h"
+#include "python/introspection.h"
+#include "recipes/overlap.h"
+
+namespace memmgr::pager {
+
+MEMMGR_PRIVATE_MEMBER(DefinitionOfHandle, c10::OperatorHandle, operatorDef_)
+MEMMGR_PRIVATE_MEMBER(BoxedOfKernel, c10::KernelFunction, boxed_kernel_func_)
+MEMMGR_PRIVATE_MEMBER(FunctorOfBoxed, c10::BoxedKernel, functor_)
+MEMMGR_PRIVATE_MEMBER(CodeOfBoxed, c10::BoxedKernel, boxed_kernel_func_)
+
+thread_local int tl_running_recipes = 0;
+
+// A hundredth of the budget (rule 5), and room enough for a small model's.
+uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(budget.arena) / 100, 4 << 20); }
+
+bool is_plain(const c10::TensorImpl* t) {
+  using K = c10::DispatchKey;
+  const c10::DispatchKeySet k = t->key_set();
+  if (!t->has_storage() || t->has_symbolic_sizes_strides()) return false;
+  constexpr c10::DispatchKeySet of_all({K::ADInplaceOrView, K::AutogradFunctionality, K::AutocastCPU});
+  if (C10_LIKELY((k.raw_repr() & ~of_all.raw_repr()) == c10::DispatchKeySet(K::CPU).raw_repr())) return true;  // most
+  if (t->is_python_dispatch()) return false;
+  if (k.has_any(c10::DispatchKeySet(
+          {K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor, K::Conjugate, K::Negative})))
+    return false;
+  return k.has(K::Dense) && t->layout() == c10::kStrided && !t->is_quantized() && !t->is_nested() &&
+         (t->device().is_cpu() || (budget.pool && t->device() == budget.pool->device));
+}
+
+static c10::DispatchKey key_of(c10::DeviceType type) {
+  if (type == c10::kCPU) return c10::DispatchKey::CPU;
+  return type == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
+}
+
+// ---- describing ----
+
+namespace {
+
+bool is_zero(const c10::IValue& v) { return v.isDouble() && v.toDouble() == 0; }
+
+// Attention says that it draws, also where its dropout is off.
+bool draws(const OpInfo* info, const c10::IValue* args, size_t n) {
+  if (!info->seeded) return false;
+  const auto& arguments = info->op.schema().arguments();
+  for (size_t i = 0; i < n; ++i)
+    if (arguments[i].name() == "dropout_p") return !is_zero(args[i]);
+  return true;
+}
+
+}  // namespace
+
+namespace {
+
+struct Describer {
+  OpInfo* info;
+  Recipe* recipe;
+  HashOf<false> hash;
+  c10::SmallVector<Cell*, 8> cells;                       // of `recipe->tensors`, null for values
+  c10::SmallVector<const c10::StorageImpl*, 8> storages;  // of the same, where the op writes
+  bool ok = true;
+
+  void tensor(const c10::IValue& v, size_t argument, int32_t element) {
+    c10::TensorImpl* t = v.unsafeToTensorImpl();
+    if (!is_plain(t)) {
+      ok = false;
+      return;
+    }
+    c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
+    const bool written = info->written[argument];
+    TensorArg& a = recipe->tensors.emplace_back();
+    a.argument = static_cast<uint16_t>(argument);
+    a.element = element;
+    a.storage_bytes = s->nbytes();
+    a.offset = t->storage_offset();
+    a.dtype = t->dtype();
+    const bool here = s->device_type() == budget.pool->device.type();
+    a.keys = c10::DispatchKeySet(key_of(t->device().type()));
+    a.device = t->device();
+    a.wrapped_number = t->is_wrapped_number();
+    const c10::IntArrayRef sizes = t->sizes(), strides = t->strides();
+    hash.mix(static_cast<uint64_t>(a.dtype.toScalarType()) * 37 + sizes.size() + (written ? 1000 : 0) +
+             (a.wrapped_number ? 2000 : 0) + (here ? 4000 : 0));
+    a.sizes.resize_for_overwrite(sizes.size());
+    a.strides.resize_for_overwrite(sizes.size());
+    for (size_t i = 0; i < sizes.size(); ++i) {  // few: quicker than a call that copies
+      hash.mix(static_cast<uint64_t>(a.sizes[i] = sizes[i]));
+      hash.mix(static_cast<uint64_t>(a.strides[i] = strides[i]) + 7);
+    }
+    Cell* c = cell_of(s);
+    const uint64_t whole = static_cast<uint64_t>(t->numel()) * t->itemsize();
+    if (info->kind == OpClass::kMetadata) {
+      a.role = Role::kShape;
+      c = nullptr;
+    } else if (written && info->overwriter && whole == a.storage_bytes && t->is_non_overlapping_and_dense()) {
+      a.role = Role::kFresh;
+      c = nullptr;
+    } else if (!written && !c && a.storage_bytes <= sizeof a.value && t->numel() <= 1 && t->device().is_cpu() &&
+               s->data()) {
+      a.role = Role::kValue;
+      std::memcpy(a.value, s->data(), a.storage_bytes);
+    } else if (a.storage_bytes == 0) {
+      a.role = Role::kValue;
+    } else {
+      a.role = written ? Role::kWritten : Role::kRead;
+      if (!c && here) c = adopt(s);
+      if (!c) ok = false;
+    }
+    cells.push_back(c);
+    if (info->writes) storages.push_back(s);
+  }
+};
+
+}  // namespace
+
+// Libraries replace kernels of torch's, some for as long as one of their contexts is open. Null: there is none.
+static const c10::KernelFunction* registered(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
+  try {
+    return &(op.*private_member(DefinitionOfHandle()))->op.lookup(keys);
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
+// Who has a copy of the kernel keeps this address from being another's.
+static const void* code_of(const c10::KernelFunction& kernel) {
+  const c10::BoxedKernel& boxed = kernel.*private_member(BoxedOfKernel());
+  const void* functor = (boxed.*private_member(FunctorOfBoxed())).get();
+  return functor ? functor : reinterpret_cast<const void*>(boxed.*private_member(CodeOfBoxed()));
+}
+
+std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
+  if (C10_UNLIKELY(info->differs_by_chance(args, queues)) && !at::globalContext().deterministicAlgorithms())
+    return nullptr;
+  std::unique_ptr<Recipe> r(new Recipe);  // make_unique would fill it with zeros first
+  r->info = info;
+  r->keys = keys;
+  Describer d{info, r.get(), {}, {}, {}, true};
+  d.hash.mix(reinterpret_cast<uintptr_t>(info));
+  d.hash.mix(r->keys.raw_repr());
+  const c10::KernelFunction* const kernel = registered(info->op, r->keys);
+  if (!kernel) return nullptr;
+  const void* const code = code_of(*kernel);
+  d.hash.mix(reinterpret_cast<uintptr_t>(code));
+  const bool statistics = info->moves_statistics(args);
+  r->args.reserve(n);
+  for (size_t i = 0; i < n && d.ok; ++i) {
+    const c10::IValue& v = args[i];
+    const bool left_out =
+        statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var);
+    if (left_out) {  // they move once a step; what the op returns in training does not read them
+      r->args.emplace_back();
+      d.hash.mix(uint64_t{29});
+    } else if (v.isTensor()) {
+      const bool defined = v.toTensor().defined();
+      if (defined) d.tensor(v, i, -1);
+      r->args.push_back(defined ? c10::IValue() : v);
+      d.hash.mix(uint64_t{31});
+    } else if (info->may_hold_tensors[i] && v.isList()) {
+      const auto list = v.toListRef();
+      d.hash.mix(33 + 64 * list.size());
+      for (size_t k = 0; k < list.size(); ++k)
+        if (list[k].isTensor() && list[k].toTensor().defined()) {
+          d.tensor(list[k], i, static_cast<int32_t>(k));
+          d.hash.mix(static_cast<uint64_t>(k));
+        } else if (!list[k].isNone() && !list[k].isTensor()) {
+          d.ok = false;
+        }
+      r->args.emplace_back(static_cast<int64_t>(list.size()));
+    } else {
+      if (info->may_hold_tensors[i] && !v.isNone()) d.ok = false;
+      if (!d.hash.mix_value(v)) d.ok = false;
+      r->args.push_back(v);
+    }
+  }
+  size_t written = 0;
+  for (const TensorArg& a : r->tensors) written += a.role == Role::kWritten || a.role == Role::kFresh;
+  if (!d.ok || written != static_cast<size_t>(info->writes)) return nullptr;  // lists are written one by one
+  if (written > 0 && reads_its_own_writes(*r, d.storages)) return nullptr;
+  if (draws(info, args, n)) {
+    if (!can_draw_again(info)) return nullptr;
+    r->rng = generator_before(info, args);
+    if (!r->rng.defined()) return nullptr;
+  }
+  r->numerics = numerics_now();
+  d.hash.mix(static_cast<uint64_t>(r->numerics));
+  r->kind = kind_of(d.hash.value, *r, *kernel, code);
+  const Trust trust = r->kind->trust.load(std::memory_order_relaxed);
+  if (trust == Trust::kNo) return nullptr;
+  r->checked = trust == Trust::kFamily;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  uint16_t depth = 0;
+  for (size_t i = 0; i < r->tensors.size() && d.ok; ++i) {
+    Cell* c = d.cells[i];
+    if (!c) continue;
+    Version* v = c->version;
+    // What others can write to unseen, or nobody has written yet, says nothing about what comes of it.
+    if (c->escape != Escape::kNone || v->uninitialized) d.ok = false;
+    if (r->tensors[i].role == Role::kWritten && !(v->recipe && recipe_available_locked(v->recipe))) d.ok = false;
+    if (!d.ok) break;
+    if (v->recipe) {
+      depth = std::max(depth, v->depth);
+      r->checked |= v->recipe->checked;
+    }
+    v->refs++;
+    r->tensors[i].version = v;
+  }
+  r->depth = static_cast<uint16_t>(depth + 1);
+  if (d.ok && r->depth <= kLongestChain) {
+    r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
+               r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
+    recipe_bytes += r->bytes;
+    counters.recorded_ops += 1;
+    return r;
+  }
+  // References that were taken are given back; none of them is the last, since the cells have their own.
+  for (TensorArg& a : r->tensors)
+    if (a.version) a.version->refs--;
+  r->tensors.clear();
+  return nullptr;
+}
+
+void discard(std::unique_ptr<Recipe> recipe) {
+  if (!recipe) return;
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (const TensorArg& a : recipe->tensors)
+    if (a.version) release_version_locked(a.version, &trash);
+  recipe_bytes -= recipe->bytes;
+  recipe.reset();
+}
+
+void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs, Trash* trash) {
+  Recipe* r = recipe.release();
+  r->refs = 1;
+  r->outputs.assign(outputs.begin(), outputs.end());
+  r->module = module_of(r->info);
+  for (const TensorArg& a : r->tensors) {
+    if (!a.version) continue;
+    a.version->readers.push_back(r);
+    r->broken |= !available_locked(a.version);
+  }
+  for (Version* v : outputs) {
+    if (!v) continue;
+    forget_recipe_locked(v, trash);
+    v->recipe = r;
+    if (v->cell && v->cell->version == v) count_root_locked(v->cell);
+    v->depth = r->depth;
+    r->refs++;
+  }
+  release_recipe_locked(r, trash);
+}
+
+void keep_recipes_few() {
+  if (C10_UNLIKELY(recipe_bytes.load() > recipe_bytes_limit())) cut_recipes(false);
+}
+
+void need_inputs_locked(Recipe* r) {
+  for (const TensorArg& a : r->tensors)
+    if (a.version) need_locked(a.version);
+}
+
+void unneed_inputs_locked(Recipe* r, Trash* trash) {
+  for (const TensorArg& a : r->tensors)
+    if (a.version) unneed_locked(a.version, trash);
+}
+
+void forget_output_locked(Recipe* r, const Version* v) {
+  for (Version*& output : r->outputs)
+    if (output == v) output = nullptr;
+}
+
+void release_recipe_locked(Recipe* r, Trash* trash) {
+  if (--r->refs > 0) return;
+  for (const TensorArg& a : r->tensors) {
+    if (!a.version) continue;
+    auto& readers = a.version->readers;
+    const auto last = std::find(readers.rbegin(), readers.rend(), r);  // the youngest mostly ends first
+    if (last != readers.rend()) {
+      *last = readers.back();
+      readers.pop_back();
+    }
+    release_version_locked(a.version, trash);
+  }
+  recipe_bytes -= r->bytes;
+  delete r;
+}
+
+void cut_recipes(bool all) {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  std::vector<std::pair<uint64_t, Version*>> found;
+  for_each_cell_locked([&](Cell* c) {
+    Version* v = c->version;
+    if (v && v->recipe && v->needed == 0 && !v->evicted) found.emplace_back(c->last_touch.load(), v);
+  });
+  const size_t n = all ? found.size() : (found.size() + 1) / 2;
+  if (n < found.size()) std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(n), found.end());
+  for (size_t i = 0; i < n; ++i) forget_recipe_locked(found[i].second, &trash);
+  counters.cut_recipes += n;
+}
+
+double seconds_to_make_locked(const Version* v) {
+  constexpr size_t kLooks = 48;
+  c10::SmallVector<const Recipe*, kLooks> seen;
+  c10::SmallVector<const Version*, kLooks> open{v};
+  double seconds = 0;
+  while (!open.empty()) {
+    const Version* at = open.pop_back_val();
+    const Recipe* r = at->recipe;
+    if (!r || std::find(seen.begin(), seen.end(), r) != seen.end()) continue;
+    if (seen.size() == kLooks) return seconds * 4;  // long: expensive, however much it is
+    seen.push_back(r);
+    seconds += seconds_of(r);
+    for (const TensorArg& a : r->tensors)
+      if (a.version && !has_bytes_locked(a.version)) open.push_back(a.version);
+  }
+  return seconds;
+}
+
+}  // namespace memmgr::pager

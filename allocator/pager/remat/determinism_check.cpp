@@ -1,0 +1,153 @@
+#include "remat/determinism_check.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/budget.h"
+#include "pools/pool.h"
+#include "remat/rematerialize.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+constexpr int kPattern = 0xFF;  // not a number: an op that reads such bytes shows it
+using Word = uint32_t;          // no longer than a gap may be: a longer one hides in a word that is half written
+
+struct Compared {
+  bool equal = true;
+  bool gaps = false;  // words of the second run that may be as malloc gave them
+  bool other = false;
+};
+
+// `second` was made in memory full of `fill`: a word that holds it still may be a gap.
+void compare(const char* first, const char* second, uint64_t nbytes, int fill, Compared* found) {
+  bool equal = true, written = false;
+  Word filled;
+  std::memset(&filled, fill, sizeof filled);
+  for (uint64_t at = 0; at < nbytes; at += sizeof filled) {
+    Word one = filled, two = filled;
+    const uint64_t n = std::min<uint64_t>(sizeof filled, nbytes - at);
+    std::memcpy(&one, first + at, n);
+    std::memcpy(&two, second + at, n);
+    const bool left_alone = two == filled;
+    equal &= one == two;
+    found->gaps |= left_alone;
+    found->other |= one != two && !left_alone;
+    written |= !left_alone;
+  }
+  found->equal &= equal;
+  found->other |= !equal && !written;  // no two results of an op that writes nothing are its own
+}
+
+Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
+  Compared found;
+  for (size_t i = 0; i < outputs.size() && !found.other; ++i) {
+    if (!outputs[i]) continue;
+    const uint64_t nbytes = outputs[i]->nbytes();
+    if (i >= made.size() || !made[i] || made[i]->nbytes() != nbytes) {
+      found.equal = false;
+      found.other = true;
+      break;
+    }
+    const auto* first = static_cast<const char*>(pointer_of(outputs[i]).get());
+    const auto* second = static_cast<const char*>(pointer_of(made[i].get()).get());
+    if (budget.pool->on_host())
+      compare(first, second, nbytes, fill, &found);
+    else
+      found.equal &= budget.pool->same(first, second, nbytes);
+  }
+  return found;
+}
+
+}  // namespace
+
+Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before) {
+  counters.trials++;
+  const bool on_host = budget.pool->on_host();
+  std::vector<StoragePtr> made = run_over_inputs(r, std::move(before), on_host ? kPattern : -1);
+  const Compared first = compare(outputs, made, kPattern);
+  if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
+  if (first.other) return Again::kOther;
+  if (!first.gaps) return Again::kSame;
+  // Gaps hold any bytes that malloc had there, ones too, as an earlier trial's memory. Results may be ones of their
+  // own.
+  made.clear();
+  made = run_over_inputs(r, nullptr, 0);
+  const Compared second = compare(outputs, made, 0);
+  if (second.other) return Again::kOther;
+  if (first.equal && second.equal) return Again::kSame;
+  // From now on gaps are zeros, in the first result as well.
+  for (size_t i = 0; i < outputs.size(); ++i)
+    if (outputs[i]) std::memcpy(pointer_of(outputs[i]).get(), pointer_of(made[i].get()).get(), outputs[i]->nbytes());
+  return Again::kSameWhereWritten;
+}
+
+namespace {
+
+uint64_t sum_of(c10::ArrayRef<c10::StorageImpl*> outputs) {
+  uint64_t sum = 0;
+  for (const c10::StorageImpl* s : outputs)
+    if (s) sum = (sum ^ budget.pool->sum(pointer_of(s).get(), s->nbytes())) * 0x9E3779B185EBCA87ull;
+  return sum;
+}
+
+// Words that are full of the pattern become zeros. False: there are none.
+bool clear_gaps(c10::ArrayRef<c10::StorageImpl*> outputs) {
+  Word pattern;
+  std::memset(&pattern, kPattern, sizeof pattern);
+  bool any = false;
+  for (const c10::StorageImpl* s : outputs) {
+    if (!s) continue;
+    char* data = static_cast<char*>(pointer_of(s).get());
+    for (uint64_t at = 0; at < s->nbytes(); at += sizeof pattern) {
+      Word word = pattern;
+      const uint64_t n = std::min<uint64_t>(sizeof word, s->nbytes() - at);
+      std::memcpy(&word, data + at, n);
+      if (word != pattern) continue;
+      std::memset(data + at, 0, n);
+      any = true;
+    }
+  }
+  return any;
+}
+
+// The results of one more run take the place of what is in `all`.
+void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::ArrayRef<c10::StorageImpl*> all,
+             int fill) {
+  for (c10::StorageImpl* s : outputs)
+    if (s) cell_of(s)->bytes.clear();
+  const std::vector<StoragePtr> made = run_over_inputs(r, nullptr, fill);
+  for (size_t i = 0; i < all.size(); ++i) {
+    c10::StorageImpl* to = all[i];
+    c10::StorageImpl* from = i < made.size() ? made[i].get() : nullptr;
+    const bool large = i < outputs.size() && outputs[i];
+    if (!large && (!to || !from || cell_of(to))) continue;  // an input's, or one of the large ones under another shape
+    TORCH_CHECK(from && from->nbytes() == to->nbytes(), "memmgr: a second run has results of other sizes");
+    if (!large) {
+      std::memcpy(pointer_of(to).get(), pointer_of(from).get(), to->nbytes());
+      continue;
+    }
+    Cell* c = cell_of(to);
+    c->bytes = std::move(pointer_of(from));
+    show_bytes(to, c->bytes.get(), c);
+  }
+}
+
+}  // namespace
+
+Again run_again_in_place(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
+                         c10::ArrayRef<c10::StorageImpl*> all) {
+  counters.trials++;
+  const uint64_t first = sum_of(outputs);
+  replace(r, outputs, all, kPattern);
+  const uint64_t second = sum_of(outputs);
+  if (!clear_gaps(outputs)) return first == second ? Again::kSame : Again::kOther;
+  const uint64_t cleared = sum_of(outputs);
+  replace(r, outputs, all, 0);
+  const uint64_t third = sum_of(outputs);
+  if (first == second && second == third) return Again::kSame;  // such words are the op's own
+  return third == cleared ? Again::kSameWhereWritten : Again::kOther;
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,409 @@
+#include "remat/rematerialize.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "base/budget.h"
+#include "cells/deferred_drop.h"
+#include "cells/stream_order.h"
+#include "pools/pool.h"
+#include "python/introspection.h"
+#include "residency/reclaim.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+struct Kept {
+  Version* version;  // counted
+  uint32_t until;  // the position of the group that reads it last; UINT32_MAX: of the one that made it some are to come
+};
+
+// Ghosts whose bytes stay after the rematerialization that made them, for others of its group or of later ones. Guarded
+// by the graph's lock.
+std::vector<Kept>& kept_ghosts() {
+  static auto* all = new std::vector<Kept>;
+  return *all;
+}
+
+thread_local RematGroup* tl_group = nullptr;  // that this thread runs
+
+bool worth_keeping_locked(const Version* v) {
+  if (!tl_group || !v->temporary) return false;
+  // What the plan keeps may be needed by nobody yet: what is made of it goes later, and is made again then.
+  return (v->needed > 0 && tl_group->reads_later_locked(v)) || tl_group->may_keep_locked(v);
+}
+
+template <class Which>
+uint64_t end_kept_locked(Trash* trash, Which&& which) {
+  uint64_t bytes = 0;
+  auto& all = kept_ghosts();
+  for (size_t i = all.size(); i-- > 0;) {
+    if (!which(all[i])) continue;
+    Version* v = all[i].version;
+    all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
+    if (v->cell && v->cell->state.load() == 0) bytes += v->nbytes;
+    v->kept = false;
+    end_loan_locked(v, trash);
+    release_version_locked(v, trash);
+  }
+  return bytes;
+}
+
+// The recipes that have to run, in order, with a reference on each; and what they made for one another.
+struct Plan {
+  std::vector<Recipe*> order;
+  std::unordered_map<const Version*, uint32_t> uses;  // of what these runs make, by later ones
+  std::vector<Version*> lent;                         // counted
+  bool beside_others = false;                         // an op's input may be made while its others are held
+
+  ~Plan() {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (Version* v : lent) {
+      if (worth_keeping_locked(v)) {
+        v->kept = true;
+        kept_ghosts().push_back({v, UINT32_MAX});
+        continue;
+      }
+      end_loan_locked(v, &trash);
+      release_version_locked(v, &trash);
+    }
+    for (Recipe* r : order) release_recipe_locked(r, &trash);
+  }
+};
+
+// Depth first, without recursion: chains may be long.
+void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Recipe*>* seen) {
+  struct At {
+    Recipe* recipe;
+    size_t next;
+  };
+  if (!seen->insert(target->recipe).second) return;
+  std::vector<At> path{{target->recipe, 0}};
+  while (!path.empty()) {
+    At& at = path.back();
+    if (at.next == at.recipe->tensors.size()) {
+      at.recipe->refs++;
+      plan->order.push_back(at.recipe);
+      path.pop_back();
+      continue;
+    }
+    const Version* v = at.recipe->tensors[at.next++].version;
+    if (!v || has_bytes_locked(v)) continue;
+    if (v->kept && v->cell) {
+      plan->uses[v]++;
+      continue;
+    }
+    if (v->cell && only_python_has(v->cell)) continue;  // whoever needs it makes it beside its storage
+    TORCH_CHECK(v->recipe,
+                "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
+    plan->uses[v]++;
+    if (seen->insert(v->recipe).second) path.push_back({v->recipe, 0});
+  }
+}
+
+// The bytes of one argument, held where they are while the op runs.
+class Input {
+ public:
+  Input() = default;
+  Input(Input&&) = delete;
+  ~Input() {
+    if (pinned_) unpin(pinned_);
+    if (storage_) drop(std::move(storage_));
+  }
+  bool has_still_locked(const Version* v) const { return aside_.get() || v->cell == pinned_; }
+  // False: the bytes are nowhere, so the plan is out of date. What has to be made again would be made beside the other
+  // inputs of the op, which is more than the op needs: the next plan makes it first, where its bytes have a tier to
+  // wait in. Where that has no room it would be dropped again and again.
+  bool fetch(const Version* v, Source* source, bool beside_others) {
+    bool aside = false;
+    for (;; std::this_thread::yield()) {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      Cell* c = v->cell;
+      if (!c) return false;
+      if (!pin_living_locked(c, ticks())) continue;
+      const bool orphan = !c->storage._unsafe_get_target();
+      pinned_ = c;
+      if (!orphan) storage_ = hold(c);
+      aside = !orphan && !storage_ && !c->resident();
+      if (v->evicted && c->slot < 0 && may_be_offloaded() && !beside_others && !aside) return false;
+      break;
+    }
+    if (aside && begin_coming_back(pinned_)) {
+      read_aside();
+      source->data = aside_.get();
+      return true;
+    }
+    bring_back(pinned_);
+    source->data = pinned_->bytes.get();
+    return true;
+  }
+
+ private:
+  // Only a Python object has the storage, so its pointer is left alone (rule 11); this copy is read beside it.
+  void read_aside() {
+    const OwnWork own;
+    try {
+      if (pinned_->absence == Absence::kEvicted && pinned_->slot < 0) {
+        aside_ = rematerialize(pinned_);
+      } else {
+        aside_ = allocate_for(pinned_);
+        if (pinned_->absence == Absence::kPacked) {
+          mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
+        } else {
+          const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
+          TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
+        }
+      }
+      check_sum(pinned_, aside_.get());
+    } catch (...) {
+      end_move(pinned_, true);
+      throw;
+    }
+    end_move(pinned_, true);
+  }
+
+  Cell* pinned_ = nullptr;
+  StoragePtr storage_;
+  at::DataPtr aside_;
+};
+
+// What came out for an evicted cell that nobody has claimed goes there. True if it did.
+bool give_to_cell(Version* v, StoragePtr& made) {
+  bool last;
+  StoragePtr storage;
+  Cell* c;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    c = v->cell;
+    if (!c || !v->evicted || c->version != v) return false;
+    uint32_t state = c->state.load();
+    if ((state & (kBusy | kDead)) || !(state & kAbsent)) return false;
+    if (!c->state.compare_exchange_strong(state, state | kBusy)) return false;
+    storage = hold(c);
+    if (!storage && !end_move_locked(c, true)) return false;
+  }
+  if (!storage) {  // it has died meanwhile
+    last_user_is_gone(c);
+    return false;
+  }
+  try {
+    check_sum(c, pointer_of(made.get()).get());
+  } catch (...) {
+    end_move(c, true);
+    drop(std::move(storage));
+    throw;
+  }
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    at::DataPtr& p = pointer_of(made.get());
+    c->last_touch.store(ticks(), std::memory_order_relaxed);
+    last = come_back_locked(c, std::move(p), c->pool->stream(), &trash);
+    p.clear();
+  }
+  made.reset();
+  if (last) last_user_is_gone(c);
+  drop(std::move(storage));
+  return true;
+}
+
+// Gives a counted version back.
+struct Held {
+  explicit Held(Version* v) : version(v) {}
+  ~Held() {
+    if (!version) return;
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    release_version_locked(version, &trash);
+  }
+  Version* version;
+};
+
+// True: done. False: something that the plan counted on has left meanwhile.
+bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* result) {
+  std::vector<Source> sources(r->tensors.size());
+  std::vector<StoragePtr> made;
+  {
+    std::vector<std::unique_ptr<Input>> inputs;
+    std::vector<const Version*> read;
+    for (size_t i = 0; i < r->tensors.size(); ++i) {
+      const Version* v = r->tensors[i].version;
+      if (!v) continue;
+      inputs.push_back(std::make_unique<Input>());
+      if (!inputs.back()->fetch(v, &sources[i], plan.beside_others)) return false;
+      read.push_back(v);
+    }
+    Wait wait;
+    made = run(*r, std::move(sources));
+    const uint64_t took = wait.end();
+    counters.rematerialized_ops++;
+    counters.remat_ns += took;
+    uint64_t bytes = 0;
+    for (const StoragePtr& s : made)
+      if (s) bytes += s->nbytes();
+    note_event(Event::kRematerialize, r, bytes, took);
+    // Pins do not keep another thread's op from writing to what this one read: then the old bytes have moved, and what
+    // was made of them is worth nothing.
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (size_t i = 0; i < inputs.size(); ++i)
+      if (!inputs[i]->has_still_locked(read[i])) return false;
+  }
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (tl_group) tl_group->has_run_locked(r);
+    for (const TensorArg& a : r->tensors) {
+      const auto found = a.version ? plan.uses.find(a.version) : plan.uses.end();
+      if (found == plan.uses.end() || found->second == 0 || --found->second > 0) continue;
+      if (!worth_keeping_locked(a.version) &&
+          std::find(plan.lent.begin(), plan.lent.end(), a.version) != plan.lent.end())
+        end_loan_locked(a.version, &trash);
+    }
+  }
+  for (size_t i = 0; i < r->outputs.size() && i < made.size(); ++i) {
+    Version* v;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      v = r->outputs[i];
+      if (v) v->refs++;
+    }
+    const Held held(v);
+    if (!v || !made[i]) continue;
+    TORCH_CHECK(made[i]->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
+                " gave another size when it was run again. Please report this.");
+    const bool simple = pointer_of(made[i].get()).get_deleter() == budget.pool->deleter();
+    TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(),
+                " gave memory that is not the pool's. Please report this.");
+    if (v == target) {
+      if (plan.uses[v] > 0) continue;
+      *result = std::move(pointer_of(made[i].get()));
+      pointer_of(made[i].get()).clear();
+      continue;
+    }
+    if (give_to_cell(v, made[i]) || plan.uses[v] == 0) continue;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (v->cell || v->refs == 1) continue;  // only we know it still
+    lend_bytes_locked(v, std::move(pointer_of(made[i].get())));
+    pointer_of(made[i].get()).clear();
+    v->refs++;
+    plan.lent.push_back(v);
+  }
+  return true;
+}
+
+}  // namespace
+
+at::DataPtr rematerialize(Cell* c) {
+  constexpr int kPatience = 50;  // with other threads that drop what this one has made
+  counters.rematerializations++;
+  const uint64_t tier_errors = counters.tier_errors;
+  for (int attempt = 0; attempt < 1000; ++attempt) {
+    std::optional<NothingIsDropped> kept;
+    if (attempt > 0) kept.emplace();  // what has come back stays to be had
+    Plan plan;
+    plan.beside_others = attempt > 0 && (counters.tier_errors != tier_errors || attempt > kPatience);
+    const Version* target;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      target = c->version;
+      TORCH_CHECK(target && target->recipe, "memmgr: an evicted tensor has lost its recipe. Please report this.");
+      std::unordered_set<const Recipe*> seen;
+      make_plan_locked(c->version, &plan, &seen);
+    }
+    at::DataPtr result;
+    bool done = true;
+    for (size_t i = 0; i < plan.order.size() && done; ++i) done = run_one(plan.order[i], target, plan, &result);
+    if (done && result.get()) return result;
+  }
+  TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");
+}
+
+RematGroup::RematGroup(const std::vector<uint32_t>& ordinals, uint32_t position, std::vector<KeptRow> keep)
+    : position_(position), keep_(std::move(keep)) {
+  {
+    Plan all;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    std::unordered_set<const Recipe*> seen;
+    for (const uint32_t ordinal : ordinals)
+      if (Cell* c = cell_of_ordinal_locked(ordinal); c && c->version && c->version->evicted && c->version->recipe)
+        make_plan_locked(c->version, &all, &seen);
+    for (const auto& [version, uses] : all.uses) reads_[version] = uses;
+  }
+  tl_group = this;
+}
+
+bool RematGroup::reads_later_locked(const Version* v) const {
+  const auto found = reads_.find(v);
+  return found != reads_.end() && found->second > 0;
+}
+
+std::vector<KeptRow>::iterator RematGroup::row_for(const Version* v) {
+  return std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return was_ordinal_locked(v, r.ordinal); });
+}
+
+bool RematGroup::may_keep_locked(const Version* v) { return row_for(v) != keep_.end(); }
+
+void RematGroup::has_run_locked(const Recipe* r) {
+  for (const TensorArg& a : r->tensors) {
+    const auto found = a.version ? reads_.find(a.version) : reads_.end();
+    if (found != reads_.end() && found->second > 0) found->second--;
+  }
+  has_been_read_locked(r);
+}
+
+void RematGroup::end_read() {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (Kept& k : kept_ghosts()) {
+    if (k.until != UINT32_MAX || reads_later_locked(k.version)) continue;
+    const auto row = row_for(k.version);
+    k.until = row != keep_.end() ? row->read : 0;
+    if (row != keep_.end()) keep_.erase(row);
+  }
+  end_kept_locked(&trash, [&](const Kept& k) { return k.until <= position_ && !reads_later_locked(k.version); });
+}
+
+RematGroup::~RematGroup() {
+  tl_group = nullptr;
+  reads_.clear();
+  end_read();
+}
+
+uint64_t end_kept_ghosts() {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  return end_kept_locked(&trash, [](const Kept&) { return true; });
+}
+
+namespace {}  // namespace
+
+std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill) {
+  std::vector<Source> sources(r.tensors.size());
+  std::vector<std::unique_ptr<Input>> inputs;
+  for (size_t i = 0; i < r.tensors.size(); ++i) {
+    const TensorArg& a = r.tensors[i];
+    if (!a.version) continue;
+    if (a.role == Role::kWritten) {
+      sources[i].own = std::move(before);
+      continue;
+    }
+    inputs.push_back(std::make_unique<Input>());
+    if (!inputs.back()->fetch(a.version, &sources[i], true)) return {};
+  }
+  // The time is that of this run: of all that is queued only its own stream's work comes before it.
+  budget.pool->settle_stream();
+  const uint64_t begun = ticks();
+  const Filling filling(fill);
+  std::vector<StoragePtr> made = run(r, std::move(sources));
+  budget.pool->settle_stream();
+  note_seconds(r.kind, seconds_of_ticks(ticks() - begun));
+  return made;
+}
+
+}  // namespace memmgr::pager

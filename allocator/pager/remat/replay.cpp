@@ -1,0 +1,132 @@
+// Running a recipe again: below autograd, functorch and modes, with its numerics and a generator of its own.
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "base/budget.h"
+#include "cells/stream_order.h"
+#include "ops/numerics.h"
+#include "ops/rng.h"
+#include "pools/pool.h"
+#include "recipes/recipe.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+// Nothing of the caller's thread reaches the op: no autograd, autocast, functorch or mode, and not our own key.
+struct Below {
+  Below() { ++tl_running_recipes; }
+  ~Below() { --tl_running_recipes; }
+  static c10::impl::LocalDispatchKeySet keys() {
+    c10::impl::PODLocalDispatchKeySet pod{};
+    pod.set_included(c10::DispatchKeySet(c10::DispatchKey::BackendSelect));
+    pod.set_excluded(c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    return pod;
+  }
+  c10::impl::ForceDispatchKeyGuard guard{keys()};
+};
+
+at::Tensor tensor_over(const TensorArg& a, StoragePtr storage) {
+  auto t = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(storage)), a.keys, a.dtype);
+  t->set_sizes_and_strides(a.sizes, a.strides, a.offset);
+  if (a.wrapped_number) t->set_wrapped_number(true);
+  return at::Tensor(std::move(t));
+}
+
+StoragePtr storage_over(at::DataPtr bytes, uint64_t nbytes) {
+  c10::Allocator* allocator = c10::GetAllocator(bytes.device().type());
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(nbytes),
+                                               std::move(bytes), allocator, true);
+}
+
+StoragePtr storage_for(const TensorArg& a, Source& source) {
+  switch (a.role) {
+    case Role::kValue:
+      return storage_over(at::DataPtr(const_cast<char*>(a.value), a.device), a.storage_bytes);
+    case Role::kShape:
+      return storage_over(at::DataPtr(nullptr, a.device), a.storage_bytes);
+    case Role::kRead:
+      return storage_over(at::DataPtr(source.data, a.device), a.storage_bytes);
+    case Role::kFresh:
+      return storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
+    case Role::kWritten:
+      break;
+  }
+  if (source.own) return std::move(source.own);
+  StoragePtr copy = storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
+  budget.pool->copy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
+  return copy;
+}
+
+}  // namespace
+
+std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
+  Below below;
+  const OwnWork own;
+  c10::OptionalDeviceGuard here;
+  if (queues) here.reset_device(budget.pool->device);
+  NumericsGuard numerics(r.numerics);
+  const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : taking().fill);
+  torch::jit::Stack stack(r.args.begin(), r.args.end());
+  StoragePtr written;
+  std::vector<StoragePtr> inputs;
+  const auto& arguments = r.info->op.schema().arguments();
+  // Lists were kept as their lengths.
+  std::vector<std::vector<at::Tensor>> lists(stack.size());
+  std::vector<bool> is_list(stack.size(), false);
+  for (size_t i = 0; i < stack.size(); ++i)
+    if (r.info->may_hold_tensors[i] && stack[i].isInt()) {
+      is_list[i] = true;
+      lists[i].resize(static_cast<size_t>(stack[i].toInt()));
+    }
+  for (size_t i = 0; i < r.tensors.size(); ++i) {
+    const TensorArg& a = r.tensors[i];
+    StoragePtr s = storage_for(a, sources[i]);
+    if (a.role == Role::kWritten || a.role == Role::kFresh) written = s;
+    inputs.push_back(s);
+    at::Tensor t = tensor_over(a, std::move(s));
+    if (a.element >= 0)
+      lists[a.argument][static_cast<size_t>(a.element)] = std::move(t);
+    else
+      stack[a.argument] = std::move(t);
+  }
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (!is_list[i]) continue;
+    const bool optional = arguments[i].type()->containedTypes().size() == 1 &&
+                          arguments[i].type()->containedTypes()[0]->kind() == c10::TypeKind::OptionalType;
+    if (optional) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (at::Tensor& t : lists[i]) list.push_back(t.defined() ? std::optional<at::Tensor>(t) : std::nullopt);
+      stack[i] = std::move(list);
+    } else {
+      stack[i] = c10::List<at::Tensor>(lists[i]);
+    }
+  }
+  lists.clear();
+  if (r.rng.defined())
+    draw_again(r.info, r.kind->kernel, r.keys, r.rng, &stack);
+  else
+    r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
+  std::vector<StoragePtr> outputs;
+  if (r.info->writes) {
+    outputs.push_back(std::move(written));
+    return outputs;
+  }
+  const auto add = [&](const c10::IValue& v) {
+    c10::TensorImpl* t = v.isTensor() ? v.unsafeToTensorImpl() : nullptr;
+    c10::StorageImpl* s = t && t->has_storage() ? t->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+    for (const StoragePtr& input : inputs)
+      if (input.get() == s) s = nullptr;
+    outputs.push_back(s ? StoragePtr::reclaim_copy(s) : StoragePtr());
+  };
+  for (const c10::IValue& v : stack) {
+    if (v.isList())
+      for (const c10::IValue& item : v.toListRef()) add(item);
+    else
+      add(v);
+  }
+  return outputs;
+}
+
+}  // namespace memmgr::pager

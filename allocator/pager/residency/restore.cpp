@@ -1,0 +1,146 @@
+// Coming back: made again, read back or unpacked, by whoever touches the cell.
+#include <c10/util/ScopeExit.h>
+
+#include <cerrno>
+#include <cstring>
+#include <optional>
+
+#include "base/budget.h"
+#include "cells/stream_order.h"
+#include "guards/captures.h"
+#include "pools/pool.h"
+#include "python/introspection.h"
+#include "recipes/recipe.h"
+#include "remat/rematerialize.h"
+#include "residency/reclaim.h"
+#include "residency/transfer.h"
+#include "residency/victims.h"
+
+namespace memmgr::pager {
+
+bool sum_agrees(Cell* c, const void* data) {
+  return sample_agrees(c, data) && (!c->checksum.taken() || c->pool->sum(data, c->nbytes) == c->checksum.value());
+}
+
+void check_sum(Cell* c, const void* data) {
+  if (sum_agrees(c, data)) return;
+  if (has_file_copy(c) && c->absence == Absence::kOffloaded) throw_file_failed(c, ESTALE);
+  bool untried = false;
+  if (c->absence == Absence::kEvicted) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    const Recipe* r = c->version ? c->version->recipe : nullptr;
+    untried = r && r->checked;
+    if (untried) refuse_families_locked(r);
+  }
+  throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                   "memmgr: " + std::to_string(c->nbytes) + " bytes came back other than they left (" +
+                       (c->absence == Absence::kEvicted ? "rematerialized" : "read back") +
+                       "). The run must not go on with them; please report this." +
+                       (untried ? " With verify=True every op is tried in each of its sizes first." : ""));
+}
+
+// What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.
+static bool make_instead(Cell* c) {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if (!may_be_dropped_locked(c) || c->version->recipe->checked) return false;  // nobody took its checksum
+  set_evicted_locked(c->version, true, &trash);
+  c->absence = Absence::kEvicted;
+  trash.slots.push_back(std::exchange(c->slot, -1));
+  return true;
+}
+
+bool begin_coming_back(Cell* c) {
+  std::unique_lock<std::mutex> lock(graph_lock());
+  for (;;) {
+    uint32_t state = c->state.load(std::memory_order_acquire);
+    if (!(state & (kAbsent | kBusy))) return false;
+    if (state & kBusy) {
+      const bool reading = c->reading;
+      lock.unlock();
+      if (reading && finish_read(c)) {
+        lock.lock();
+        continue;
+      }
+      {
+        WithoutGil released;
+        lock.lock();
+        residency_changed().wait(lock, [&] { return !(c->state.load() & kBusy) || c->reading; });
+        lock.unlock();
+      }
+      lock.lock();
+      continue;
+    }
+    if (c->state.compare_exchange_strong(state, state | kBusy, std::memory_order_acq_rel)) return true;
+  }
+}
+
+void bring_back(Cell* c) {
+  if (!begin_coming_back(c)) {
+    use_here(c);
+    return;
+  }
+  Absence absence = c->absence;
+  Wait wait;
+  at::DataPtr bytes;
+  try {
+    const OwnWork own;
+    TORCH_CHECK(!c->given_up, "memmgr: these bytes were lost when an earlier budget could not bring them back");
+    TORCH_CHECK(!is_capturing(),
+                "memmgr: a graph is captured that needs a tensor which has left the device; run what "
+                "it captures once before the capture begins, or give the budget more room");
+    if (absence == Absence::kEvicted) {
+      try {
+        bytes = rematerialize(c);
+      } catch (const c10::OutOfMemoryError&) {
+        if (c->slot < 0) throw;  // else the copy below takes no room beside its own
+      }
+    }
+    if (!bytes) {
+      {
+        std::optional<FilledByTier> filled;
+        if (absence != Absence::kPacked) filled.emplace();
+        bytes = allocate_for(c);
+      }
+      if (absence == Absence::kPacked) {
+        mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
+      } else {
+        const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
+        if (wrong < 0) {
+          if (has_file_copy(c)) throw_file_failed(c, -wrong);
+          note_tier_error(-wrong);
+          TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
+                      " bytes back: ", std::strerror(-wrong),
+                      budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
+          absence = Absence::kEvicted;
+          bytes.clear();
+          bytes = rematerialize(c);
+        }
+      }
+    }
+    check_sum(c, bytes.get());
+  } catch (...) {
+    end_move(c, true);
+    throw;
+  }
+  bool last;
+  const uint64_t waited = wait.end();
+  (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (absence == Absence::kOffloaded) note_moved_locked(c, false);
+    if (absence != Absence::kEvicted)
+      note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);
+    last = come_back_locked(c, std::move(bytes), c->pool->stream(), &trash);
+  }
+  if (last) last_user_is_gone(c);
+}
+
+void fetch(Cell* c) {
+  pin(c, ticks());
+  const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
+  bring_back(c);
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,281 @@
+#include "residency/victims.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <unordered_map>
+
+#include "base/budget.h"
+#include "plan/access_order.h"
+#include "pools/pool.h"
+#include "python/fork.h"
+#include "recipes/recipe.h"
+#include "residency/reclaim.h"
+#include "residency/transfer.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+// Under the graph's lock.
+struct Victims {
+  struct Queued {
+    Victim victim;  // no cell: died
+    uint64_t touched;
+  };
+  std::vector<Queued> queue;  // the last leaves first
+  size_t ranked = 0;          // how many of these a policy had put there
+  uint64_t asked_at = 0;      // when it was told what there is
+};
+
+Victims& victims() {
+  static auto* v = new Victims;
+  return *v;
+}
+
+// An order is wanted, for wait_for_pressure().
+struct Pressure {
+  std::mutex& lock = taken_by_forks(new std::mutex);
+  std::condition_variable told;
+  bool wanted = false;
+};
+
+Pressure& pressure() {
+  static auto* p = new Pressure;
+  return *p;
+}
+
+void tell_ranker() {
+  Pressure& p = pressure();
+  {
+    std::lock_guard<std::mutex> lock(p.lock);
+    p.wanted = true;
+  }
+  p.told.notify_one();
+}
+
+void want_order() {
+  if (budget.options.order == Order::kRanked) tell_ranker();
+}
+
+double io_seconds(const Cell* c) {
+  const Link measured = link();
+  const double each = measured.read_seconds_per_byte + (c->slot >= 0 ? 0 : measured.write_seconds_per_byte);
+  return each * static_cast<double>(c->nbytes);
+}
+
+constexpr double kPackSecondsPerByte = 1e-10;   // there and back (benchmarks/bits_speed.py)
+constexpr double kSumSecondsPerByte = 1.5e-10;  // of a processor; a device's bytes are copied for it
+
+// Lower leaves first (the names are those of memmgr.policies.rules.filters).
+double score(double cost, uint64_t nbytes, double age) {
+  const double m = static_cast<double>(nbytes);
+  switch (budget.options.order) {
+    case Order::kLru:
+      return 1 / age;
+    case Order::kLargest:
+      return 1 / m;
+    case Order::kDelta:
+      return 1 / (m * age);
+    case Order::kDtr:
+    case Order::kRanked:
+      break;
+  }
+  return (cost + 1e-7) / (m * age);
+}
+
+void clear_locked() {
+  Victims& all = victims();
+  for (const auto& q : all.queue)
+    if (q.victim.cell) q.victim.cell->queued_at = -1;
+  all.queue.clear();
+  all.ranked = 0;
+}
+
+void push_locked(Cell* c, Way way, uint64_t touched) {
+  Victims& all = victims();
+  c->queued_at = static_cast<int32_t>(all.queue.size());
+  all.queue.push_back({{c, way}, touched});
+}
+
+}  // namespace
+
+bool may_be_dropped_locked(const Cell* c) {
+  const Version* v = c->version;
+  return budget.options.may_evict && v && v->recipe && c->lead == 0 && c->storage._unsafe_get_target() &&
+         v->recipe->kind->trusted() && recipe_available_locked(v->recipe);
+}
+
+bool may_be_offloaded() { return budget.options.may_offload && budget.tier_writes; }
+
+bool may_be_packed_locked(const Cell* c) {
+  const Version* v = c->version;
+  if (!c->pool->on_host() || (!budget.options.may_evict && !budget.options.may_offload)) return false;
+  if (c->slot >= 0 || c->writing >= 0 || !v || !v->recipe || !v->recipe->kind->bits_bytes.load()) return false;
+  return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
+}
+
+// Making it again takes what the recipe reads beside what it makes, and needs room for both when it is asked for. What
+// stays may have grown by then: a pipeline's sends are under way until its step ends.
+static bool has_room_again_locked(const Cell* c) {
+  const uint64_t limit = mm_arena_budget(budget.arena);
+  uint64_t bytes = bytes_that_stay() + limit / 8;
+  for (const Version* v : c->version->recipe->outputs) bytes += v ? v->nbytes : 0;
+  for (const TensorArg& a : c->version->recipe->tensors) bytes += a.version ? a.version->nbytes : 0;
+  return bytes <= limit;
+}
+
+double cost_of_leaving_locked(const Cell* c, bool* drop) {
+  *drop = false;
+  double cost = -1;
+  if (may_be_packed_locked(c)) return kPackSecondsPerByte * static_cast<double>(c->nbytes);
+  if (c->slot >= 0 || may_be_offloaded()) cost = io_seconds(c);
+  if (may_be_dropped_locked(c)) {
+    double again = seconds_to_make_locked(c->version);
+    if (c->version->recipe->checked) again += 2 * kSumSecondsPerByte * static_cast<double>(c->nbytes);
+    if (cost < 0 || (again <= cost && has_room_again_locked(c))) {
+      *drop = true;
+      return again;
+    }
+  }
+  return cost;
+}
+
+bool refill_victims_locked() {
+  want_order();
+  const uint64_t now = ticks();
+  struct Found {
+    double score;
+    Cell* cell;
+  };
+  std::vector<Found> found;
+  for_each_cell_locked([&](Cell* c) {
+    if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
+    bool drop;
+    const double cost = cost_of_leaving_locked(c, &drop);
+    if (cost < 0) return;
+    const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
+    const uint64_t foretold = ticks_until_touch_locked(c);
+    const uint64_t age = foretold ? foretold : now > touched ? now - touched : 0;
+    found.push_back({score(cost, c->nbytes, static_cast<double>(age) + 1), c});
+  });
+  std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.score > b.score; });
+  clear_locked();
+  order_was_used_locked();
+  for (const Found& f : found) push_locked(f.cell, Way::kCheaper, f.cell->last_touch.load(std::memory_order_relaxed));
+  return !found.empty();
+}
+
+Victim next_victim_locked() {
+  if (nothing_leaves_locked()) return {};
+  Victims& all = victims();
+  if (all.ranked == 0 && order_has_moved_locked()) clear_locked();
+  while (!all.queue.empty()) {
+    const auto [victim, touched] = all.queue.back();
+    all.queue.pop_back();
+    if (all.ranked && all.queue.size() == all.ranked / 2) want_order();  // ahead of need
+    Cell* c = victim.cell;
+    if (!c) continue;
+    c->queued_at = -1;
+    if (c->last_touch.load(std::memory_order_relaxed) != touched) continue;  // used since it was ranked
+    if (begin_move(c)) return victim;
+  }
+  return {};
+}
+
+std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
+  constexpr int kRounds = 8;  // somebody may have taken all of them since: they are pinned, and the search runs again
+  if (nothing_leaves_locked()) return {};
+  std::vector<mm_price> prices;
+  for_each_cell_locked([&](Cell* c) {
+    if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(budget.arena, block_of(c))) return;
+    bool drop;
+    prices.push_back({block_of(c), c, cost_of_leaving_locked(c, &drop),
+                      seconds_of_ticks(c->last_touch.load(std::memory_order_relaxed))});
+  });
+  mm_arena_price(budget.arena, prices.data(), prices.size());
+  std::vector<mm_victim> found(256);
+  for (int round = 0; round < kRounds; ++round) {
+    int64_t n;
+    const double now = seconds_of_ticks(ticks());
+    while ((n = mm_arena_choose(budget.arena, budget.options.search, need, request, now, found.data(), found.size())) >
+           static_cast<int64_t>(found.size()))
+      found.resize(static_cast<size_t>(n));
+    if (n <= 0) return {};
+    std::vector<Victim> claimed;
+    std::vector<mm_price> taken;
+    for (int64_t i = 0; i < n; ++i) {
+      const mm_victim& v = found[static_cast<size_t>(i)];
+      auto* c = static_cast<Cell*>(v.owner);  // living: its price ends with it, under this lock
+      if (begin_move(c))
+        claimed.push_back({c, Way::kCheaper});
+      else
+        taken.push_back({v.p, c, -1, 0});
+    }
+    if (!claimed.empty()) return claimed;
+    mm_arena_price(budget.arena, taken.data(), taken.size());
+  }
+  return {};
+}
+
+void forget_price_locked(Cell* c) {
+  if (budget.options.search >= 0 && budget.arena && c->bytes.get()) mm_arena_disown(budget.arena, block_of(c), c);
+}
+
+void forget_victim_locked(Cell* c) {
+  if (c->queued_at >= 0) victims().queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
+  c->queued_at = -1;
+}
+
+// ---- for a policy ----
+
+std::vector<Candidate> candidates() {
+  std::vector<std::pair<uint64_t, Candidate>> found;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  const uint64_t now = victims().asked_at = ticks();
+  for_each_cell_locked([&](Cell* c) {
+    if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
+    bool drop;
+    if (cost_of_leaving_locked(c, &drop) < 0) return;
+    const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
+    const bool droppable = may_be_dropped_locked(c);
+    const double own = droppable ? seconds_of(c->version->recipe) : 0;
+    found.push_back({touched,
+                     {c->serial, c->nbytes, seconds_of_ticks(now > touched ? now - touched : 0), own,
+                      droppable ? std::max(0.0, seconds_to_make_locked(c->version) - own) : 0, droppable, c->slot >= 0,
+                      may_be_offloaded()}});
+  });
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<Candidate> columns;
+  columns.reserve(found.size());
+  for (const auto& [touched, candidate] : found) columns.push_back(candidate);
+  return columns;
+}
+
+void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  std::unordered_map<uint64_t, Cell*> cells;
+  for_each_cell_locked([&](Cell* c) {
+    if (!c->small) cells.emplace(c->serial, c);
+  });
+  clear_locked();
+  Victims& all = victims();
+  for (size_t i = ranked.size(); i-- > 0;) {
+    const auto at = cells.find(ranked[i].first);
+    if (at == cells.end() || at->second->queued_at >= 0) continue;
+    const uint64_t touched = at->second->last_touch.load(std::memory_order_relaxed);
+    if (touched <= all.asked_at) push_locked(at->second, ranked[i].second, touched);
+  }
+  all.ranked = all.queue.size();
+}
+
+void wait_for_pressure() {
+  Pressure& p = pressure();
+  std::unique_lock<std::mutex> lock(p.lock);
+  p.told.wait(lock, [&] { return p.wanted; });
+  p.wanted = false;
+}
+
+void end_wait_for_pressure() { tell_ranker(); }
+
+}  // namespace memmgr::pager
