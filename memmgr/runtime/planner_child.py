@@ -1,6 +1,6 @@
 """The planner's process: started by path, so that nothing of memmgr that imports torch is run.
 
-It reads questions (a function of `planning` and its arguments) from a socket, which is its standard input, and answers each. It
+It reads questions (a function of `planning`, its arguments and its priority) from a socket, which is its standard input, and answers each. It
 ends when the socket does or its parent has, also in the middle of a computation, and deaf to Ctrl-C, which is the training's.
 """
 
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -33,7 +34,7 @@ class Start(NamedTuple):
     path: list[str]  # sys.path, of which numpy is found
     package: str  # the folder of memmgr
     policies: str  # the folder of memmgr.policies, which lies elsewhere in a checkout
-    nice: int  # no higher priority than that
+    nice: int  # of computations behind the training
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,20 @@ def _lay_out(start: Start) -> None:
     package.policies = policies  # type: ignore[attr-defined]
 
 
+def _behind(nice: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The value of the function, computed at a lower priority: by a thread of its own, since a priority is a thread's on
+    Linux and cannot be raised again.
+    """
+
+    def compute() -> Any:
+        mine = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, mine, max(nice, os.getpriority(os.PRIO_PROCESS, mine)))
+        return function(*arguments)
+
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(compute).result()
+
+
 def main(parent: int) -> NoReturn:
     """Answers until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,7 +149,6 @@ def main(parent: int) -> NoReturn:
         os.dup2(nothing.fileno(), 0)
     line = _Line(descriptor, parent)
     start = Start(*pickle.loads(unframed(line.read)))
-    os.setpriority(os.PRIO_PROCESS, 0, max(start.nice, os.getpriority(os.PRIO_PROCESS, 0)))
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> NoReturn:
@@ -153,8 +167,8 @@ def main(parent: int) -> NoReturn:
         begun = time.process_time()
         value, why = None, None
         try:
-            function, arguments = pickle.loads(questions.get())
-            value = function(*arguments)
+            function, arguments, behind = pickle.loads(questions.get())
+            value = _behind(start.nice, function, arguments) if behind else function(*arguments)
         except Exception as error:
             why = planning.told(error)
         # A tuple: its class has another name here, where this file is the program.

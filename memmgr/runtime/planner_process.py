@@ -1,7 +1,8 @@
 """The executor of background computations: a process, one for the life of this one, or a thread if none can be started.
 
 A thread that computes in Python takes the interpreter's lock from every op of the training, up to the switch interval (5 ms)
-each time; a process takes an idle core, or a tenth of a busy one.
+each time; a process takes an idle core. Where all cores are busy a short computation takes its share of one, and a long one,
+behind the training, a tenth.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ class Executor(Protocol):
         """There will be something to compute soon."""
         ...
 
-    def run(self, function: Callable[..., T], *arguments: Any) -> tuple[T, float]:
+    def run(self, function: Callable[..., T], *arguments: Any, behind: bool = False) -> tuple[T, float]:
         """The function's value, and the seconds of a processor that it took.
+
+        Args:
+            behind: at a lower priority than the training, because it may take long.
 
         Raises:
             Failed: by the function, or the process has ended.
@@ -90,8 +94,8 @@ class InThread:
     def prepare(self) -> None:
         """Nothing is to be done."""
 
-    def run(self, function: Callable[..., T], *arguments: Any) -> tuple[T, float]:
-        """As `Executor` has it."""
+    def run(self, function: Callable[..., T], *arguments: Any, behind: bool = False) -> tuple[T, float]:
+        """As `Executor` has it; always behind."""
         let_others_first()
         begun = time.thread_time()
         try:
@@ -269,13 +273,15 @@ class PlannerProcess:
             self._begin(asker)
             self._done()
 
-    def run(self, asker: InProcess, function: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, float]:
+    def run(
+        self, asker: InProcess, function: Callable[..., T], arguments: tuple[Any, ...], behind: bool
+    ) -> tuple[T, float]:
         """As `Executor` has it.
 
         Raises:
             Unavailable: there is no process, and none can be started.
         """
-        question = pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL)
+        question = pickle.dumps((function, arguments, behind), pickle.HIGHEST_PROTOCOL)
         with self._turn:
             child = self._begin(asker)
             try:
@@ -377,12 +383,12 @@ class InProcess:
         """As `Executor` has it."""
         PLANNER.prepare(self)
 
-    def run(self, function: Callable[..., T], *arguments: Any) -> tuple[T, float]:
+    def run(self, function: Callable[..., T], *arguments: Any, behind: bool = False) -> tuple[T, float]:
         """As `Executor` has it."""
         try:
-            return PLANNER.run(self, function, arguments)
+            return PLANNER.run(self, function, arguments, behind)
         except Unavailable:
-            return self._here.run(function, *arguments)
+            return self._here.run(function, *arguments, behind=behind)
 
     def end(self, thread: threading.Thread | None) -> None:
         """As `Executor` has it."""

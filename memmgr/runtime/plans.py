@@ -308,7 +308,8 @@ class Plans:
         try:
             limits = tuple(budgets(self.limit_bytes, known.margin))
             job = Job(known.period, limits, self._planner, self._policy.recomputes, quick)
-            made, cpu_seconds = self._executor.run(make, job)
+            long = not quick and known.period.ops >= QUICK_OPS
+            made, cpu_seconds = self._executor.run(make, job, behind=long)
             if made is not None and than is not None and than.overhead <= BETTER * made.overhead:
                 made = None
             elif made is not None:
@@ -359,7 +360,7 @@ class Plans:
         """
         recompute = self._policy.recomputes
         job = KneeJob(of, need_bytes, floor_bytes, MARGIN, self._planner, self._policy.name, recompute, self._offload)
-        return executor.run(find_knee, job)[0]
+        return executor.run(find_knee, job, behind=True)[0]
 
     def latest(self) -> Made | None:
         """The plan that was made last."""
