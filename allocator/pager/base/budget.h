@@ -6,8 +6,8 @@
 #include <mutex>
 #include <string>
 
+#include "base/at_fork.h"
 #include "memmgr/core.h"
-#include "python/fork.h"
 
 namespace memmgr::pager {
 
@@ -70,17 +70,11 @@ struct Counters {
 extern Budget budget;
 extern Counters counters;
 
+// Cells may be written to the tier below.
+inline bool may_be_offloaded() { return budget.options.may_offload && budget.tier_writes; }
+void note_tier_error(int error);
+
 // As the allocator counts them.
 inline uint64_t rounded(uint64_t bytes) { return (bytes + MM_UNIT - 1) / MM_UNIT * MM_UNIT; }
-
-uint64_t now_ns();
-
-// The clock of staleness and costs: ticks that are cheap to read, all of one length.
-uint64_t ticks();
-double seconds_of_ticks(uint64_t n);
-// For tests: each look at the clock takes so many ticks, and nothing else does; 0: the machine's time again.
-void count_ticks(uint64_t step);
-// For tests: both clocks are this one, before the first budget of the process. It may take no lock.
-void read_clock(uint64_t (*nanoseconds)());
 
 }  // namespace memmgr::pager

@@ -6,6 +6,10 @@
 #include <map>
 #include <vector>
 
+#include "base/mapped_areas.h"
+#include "base/tensors.h"
+#include "cells/cell.h"
+
 namespace memmgr::pager {
 
 namespace {

@@ -18,7 +18,7 @@
 //     escaped or is not managed, so its place is on record where it has a claim.
 #pragma once
 
-#include "cells/cell.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
 

@@ -1,13 +1,15 @@
-// The trap of absent bytes (rule 2), and how writes that no op announces are told.
+#include "cells/pointer_trap.h"
+
 #include <cstdio>
 #include <cstring>
 
 #include "base/private_member.h"
-#include "cells/cell.h"
-#include "cells/stream_order.h"
-#include "guards/escape.h"
+#include "base/tensors.h"
 
 namespace memmgr::pager {
+
+void (*on_foreign_write)(c10::StorageImpl* s) = nullptr;
+std::atomic<bool> without_trap{false};
 
 // Private members that have no accessor: the pointer without its context, a count without the GIL.
 MEMMGR_PRIVATE_MEMBER(PointerOfDataPtr, at::DataPtr, ptr_)
@@ -35,7 +37,7 @@ void watch_writes(const Cell* c) {
   auto* s = c->storage._unsafe_get_target();
   if (!s || s->has_materializer()) return;
   try {
-    s->set_materializer(&foreign_write);
+    s->set_materializer(on_foreign_write);
   } catch (const c10::Error&) {
     // Another thread has just done the same.
   }
@@ -52,7 +54,7 @@ void show_bytes(c10::StorageImpl* s, void* data, const Cell* c) {
     clear_trap(s);
     return;
   }
-  if (C10_UNLIKELY(without_trap())) {
+  if (C10_UNLIKELY(without_trap.load(std::memory_order_relaxed))) {
     set_data(pointer_of(s), nullptr);
     clear_trap(s);
     return;

@@ -1,53 +1,12 @@
 #include "cells/stream_order.h"
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
-#include "concurrency/deferred_steps.h"
-#include "guards/unseen_threads.h"
-#include "remat/rematerialize.h"
+#include "cells/cell.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
-static std::atomic<bool> several{false};
-static std::atomic<bool> in_order{false};  // nothing of the first one is queued behind its back any more
-static std::atomic<bool> profiled{false};
-
-bool without_trap() { return several.load(std::memory_order_relaxed) || profiled.load(std::memory_order_relaxed); }
-
-bool several_streams() { return several.load(); }
-
-void forget_askers() { several = in_order = profiled = false; }
-
-// What is absent is shown as the flag says from here on.
-static void set_asker(std::atomic<bool>& flag, bool on) {
-  std::vector<StoragePtr> held;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    flag = on;  // who leaves from here on is shown so, too
-    for_each_cell_locked([&](Cell* c) {
-      const uint32_t state = c->state.load();
-      if (!(state & kAbsent) || (state & kBusy)) return;
-      held.push_back(hold(c));
-      if (held.back()) show_bytes(held.back().get(), nullptr, c);
-    });
-  }
-  for (StoragePtr& s : held)
-    if (s) drop(std::move(s));
-}
-
-void note_stream() {
-  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || budget.pool->stream() == budget.pool->opened_on()) return;
-  if (tl_running_recipes > 0) return;  // for an op that has been here
-  if (!several.load()) set_asker(several, true);
-  finish_all_pending(true);
-  settle_late_slices();
-  in_order = true;
-}
-
-void note_profiler(bool on) {
-  listen(kProfiler, on);
-  if (profiled.load(std::memory_order_relaxed) != on) set_asker(profiled, on);
-}
+std::atomic<bool> several_streams{false};
 
 void note_queued_home(Cell* c) {
   const void* p = c->bytes.get();

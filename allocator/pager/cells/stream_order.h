@@ -1,19 +1,14 @@
 // Cells whose bytes are used in stream order.
 #pragma once
 
-#include "cells/cell.h"
+#include "cells/types.h"
 #include "pools/pool.h"
+#include "pools/stream_rules.h"
 
 namespace memmgr::pager {
 
-// Absent cells have a null pointer and no trap while somebody asks for addresses outside of any op and reads nothing:
-// autograd's engine, where more than one stream has been used since the budget opened, to tell the allocator of a
-// gradient; and profilers, which note them. A read behind our back faults then, where it would be an error.
-bool without_trap();
-void note_stream();  // the calling thread's: before it queues anything
-bool several_streams();
-void note_profiler(bool on);
-void forget_askers();  // when a budget opens
+// More than one stream has been used since the budget opened.
+extern std::atomic<bool> several_streams;
 
 // The cell has other bytes: in whose order their block was allocated. The caller has it busy.
 void note_queued_home(Cell* c);

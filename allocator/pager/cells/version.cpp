@@ -1,13 +1,16 @@
-// Versions: what a cell held, who needs it, and what becomes of it when nobody does.
+#include "cells/version.h"
+
+#include <algorithm>
+#include <cerrno>
+
 #include "base/budget.h"
-#include "cells/cell.h"
-#include "cells/cell_internal.h"
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "cells/cell_bytes.h"
+#include "cells/copies.h"
 #include "cells/stream_order.h"
-#include "plan/timeline.h"
 #include "pools/pool.h"
-#include "recipes/recipe.h"
-#include "residency/reclaim.h"
-#include "residency/transfer.h"
+#include "pools/stream_rules.h"
 
 namespace memmgr::pager {
 
@@ -206,6 +209,39 @@ void drop_slot(Cell* c) {
   cancel_write_locked(c, &trash);
   if (c->slot >= 0) trash.slots.push_back(c->slot);
   c->slot = -1;
+}
+
+bool pulls_locked(const Version* v) { return !has_bytes_locked(v) && (v->needed > 0 || v->evicted); }
+
+void need_inputs_locked(Recipe* r) {
+  for (const TensorArg& a : r->tensors)
+    if (a.version) need_locked(a.version);
+}
+
+void unneed_inputs_locked(Recipe* r, Trash* trash) {
+  for (const TensorArg& a : r->tensors)
+    if (a.version) unneed_locked(a.version, trash);
+}
+
+void forget_output_locked(Recipe* r, const Version* v) {
+  for (Version*& output : r->outputs)
+    if (output == v) output = nullptr;
+}
+
+void release_recipe_locked(Recipe* r, Trash* trash) {
+  if (--r->refs > 0) return;
+  for (const TensorArg& a : r->tensors) {
+    if (!a.version) continue;
+    auto& readers = a.version->readers;
+    const auto last = std::find(readers.rbegin(), readers.rend(), r);  // the youngest mostly ends first
+    if (last != readers.rend()) {
+      *last = readers.back();
+      readers.pop_back();
+    }
+    release_version_locked(a.version, trash);
+  }
+  recipe_bytes -= r->bytes;
+  delete r;
 }
 
 }  // namespace memmgr::pager

@@ -7,9 +7,8 @@
 #include <mutex>
 
 #include "base/budget.h"
+#include "base/gil.h"
 #include "cells/cell.h"
-#include "guards/unseen_threads.h"
-#include "residency/reclaim.h"
 
 namespace memmgr::pager {
 

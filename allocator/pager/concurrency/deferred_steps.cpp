@@ -16,14 +16,16 @@
 #include <thread>
 #include <unordered_map>
 
+#include "base/at_fork.h"
 #include "base/budget.h"
+#include "base/gil.h"
+#include "base/thread_state.h"
+#include "cells/cell.h"
 #include "cells/stream_order.h"
-#include "guards/touched_cells.h"
-#include "guards/unseen_threads.h"
+#include "cells/types.h"
 #include "ops/numerics.h"
 #include "pools/pool.h"
-#include "python/fork.h"
-#include "residency/reclaim.h"
+#include "pools/stream_rules.h"
 
 namespace memmgr::pager {
 
@@ -241,7 +243,7 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
     {
       std::lock_guard<std::mutex> lock(pending().lock);
       if (!pending().may_wait) return false;
-      if (queues && (several_streams() || budget.pool->stream() != budget.pool->opened_on())) return false;
+      if (queues && (several_streams.load() || budget.pool->stream() != budget.pool->opened_on())) return false;
       for (const auto& [s, n] : slice->tensors) collect_locked(s, &before);
       if (before.empty()) {
         Py_INCREF(run);

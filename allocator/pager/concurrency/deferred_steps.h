@@ -7,7 +7,7 @@
 #include <atomic>
 #include <vector>
 
-#include "cells/cell.h"
+#include "base/tensors.h"
 
 namespace memmgr::pager {
 

@@ -15,10 +15,11 @@
 #include <utility>
 #include <vector>
 
-#include "base/budget.h"
-#include "guards/unseen_threads.h"
-#include "python/fork.h"
-#include "residency/reclaim.h"
+#include "base/at_fork.h"
+#include "base/clock.h"
+#include "base/gil.h"
+#include "base/kernel_slots.h"
+#include "cells/freeze.h"
 
 namespace memmgr::pager {
 

@@ -13,17 +13,6 @@ enum class Elsewhere {
   kGradients,  // one does, or may: nobody else reads any
 };
 
-// A collection runs what objects have to say at their end, and lets other threads go on.
-struct NoCollection {
-  const int collects = PyGC_Disable();
-  NoCollection() = default;
-  NoCollection(const NoCollection&) = delete;
-  NoCollection& operator=(const NoCollection&) = delete;
-  ~NoCollection() {
-    if (collects) PyGC_Enable();
-  }
-};
-
 // With the GIL, which is not let go of: the answer holds until the caller lets go.
 Elsewhere elsewhere();
 

@@ -7,21 +7,25 @@
 #include <unordered_map>
 
 #include "base/budget.h"
+#include "base/clock.h"
+#include "base/gil.h"
+#include "base/kernel_slots.h"
+#include "base/tensors.h"
+#include "base/thread_state.h"
+#include "base/wait.h"
+#include "cells/cell.h"
 #include "concurrency/admission.h"
 #include "concurrency/deferred_steps.h"
 #include "dispatch/kernel.h"
 #include "dispatch/op_need.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
-#include "guards/extension_ops.h"
 #include "guards/touched_cells.h"
-#include "guards/unseen_threads.h"
 #include "ops/op_info.h"
+#include "plan/op_in_timeline.h"
 #include "plan/timeline.h"
-#include "pools/pool.h"
-#include "python/module.h"
-#include "recipes/recipe.h"
-#include "residency/reclaim.h"
+#include "pools/scratch.h"
+#include "residency/floor.h"
 
 namespace memmgr::pager {
 

@@ -10,10 +10,12 @@
 #include <vector>
 
 #include "base/budget.h"
+#include "base/seen_threads.h"
+#include "base/tensors.h"
+#include "cells/adoption.h"
 #include "cells/cell.h"
-#include "dispatch/kernel.h"
-#include "guards/touched_cells.h"
-#include "residency/reclaim.h"
+#include "cells/types.h"
+#include "residency/floor.h"
 
 namespace memmgr::pager {
 
@@ -77,8 +79,6 @@ Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IV
   }
 }
 
-thread_local FailedOp tl_failed;
-
 // The tensors that an op is given.
 struct Given {
   std::vector<StoragePtr> cells;
@@ -101,23 +101,20 @@ struct Given {
 };
 
 void note_need_of(const Given& given, const Made& made) {
-  tl_failed.read_bytes = given.all;
-  tl_failed.result_bytes = std::max(tl_failed.result_bytes, made.bytes ? made.largest : given.largest);
+  failing_op().read_bytes = given.all;
+  failing_op().result_bytes = std::max(failing_op().result_bytes, made.bytes ? made.largest : given.largest);
   if (given.cells.empty() && !given.unmanaged) return;  // its results are its only need, and it has asked for them
   const uint64_t beside =
       bytes_beside_what_stays(given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
-  tl_failed.need_bytes = bytes_that_stay() + beside + given.gaps + given.unmanaged + made.bytes;
-  note_floor(tl_failed.need_bytes);
+  failing_op().need_bytes = bytes_that_stay() + beside + given.gaps + given.unmanaged + made.bytes;
+  note_floor(failing_op().need_bytes);
 }
 
 }  // namespace
 
-FailedOp failed_op() { return std::exchange(tl_failed, {}); }
-void begin_failure(uint64_t bytes) { tl_failed = {"", 0, 0, bytes}; }
-
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
-  tl_failed.name = op.operator_name().name;
+  failing_op().name = op.operator_name().name;
   // A list op runs in slices, and an op that is not torch's may do anything.
   if (!info->torchs || info->list_op || stack.size() < n) return;
   const c10::IValue* args = stack.data() + stack.size() - n;
@@ -129,7 +126,7 @@ void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::j
 }
 
 void note_need(const std::string& kernel, const std::vector<c10::TensorImpl*>& tensors) {
-  tl_failed.name = kernel;
+  failing_op().name = kernel;
   Given given;
   for (c10::TensorImpl* t : tensors) given.add(t);
   note_need_of(given, {});  // it makes nothing that it is not given

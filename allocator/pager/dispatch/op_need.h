@@ -18,14 +18,4 @@ void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::j
 // The same of a compiled graph's kernel, which is given all that it reads and writes.
 void note_need(const std::string& kernel, const std::vector<c10::TensorImpl*>& tensors);
 
-// The op of this thread that found no room.
-struct FailedOp {
-  std::string name;           // empty: the request came from no op
-  uint64_t need_bytes = 0;    // all that it reads and makes, and the bytes that stay; 0: not known
-  uint64_t read_bytes = 0;    // its arguments
-  uint64_t result_bytes = 0;  // its largest result, or request; the largest tensor that it reads, where none is known
-};
-FailedOp failed_op();                // once
-void begin_failure(uint64_t bytes);  // a request of so many bytes fails, inside of an op or not
-
 }  // namespace memmgr::pager

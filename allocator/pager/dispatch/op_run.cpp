@@ -9,19 +9,20 @@
 #include <optional>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
-#include "cells/stream_order.h"
-#include "dispatch/kernel.h"
-#include "guards/captures.h"
-#include "guards/collective_pins.h"
+#include "base/clock.h"
+#include "base/seen_threads.h"
+#include "base/share.h"
+#include "base/thread_state.h"
+#include "base/wait.h"
+#include "cells/adoption.h"
+#include "cells/mapped_range.h"
 #include "guards/extension_ops.h"
-#include "guards/mapped_files.h"
-#include "guards/unseen_threads.h"
 #include "ops/list_ops.h"
-#include "ops/rng.h"
+#include "pools/capturing.h"
 #include "pools/pool.h"
-#include "remat/rematerialize.h"
-#include "residency/reclaim.h"
+#include "pools/scratch.h"
+#include "pools/stream_rules.h"
+#include "residency/floor.h"
 
 namespace memmgr::pager {
 

@@ -7,13 +7,18 @@
 #include <memory>
 #include <mutex>
 
+#include "base/tensors.h"
 #include "cells/cell.h"
+#include "cells/types.h"
+#include "guards/collective_pins.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
 #include "ops/rng.h"
 #include "plan/timeline.h"
+#include "recipes/op_signature.h"
 #include "recipes/recipe.h"
 #include "remat/determinism_check.h"
+#include "remat/replay.h"
 
 namespace memmgr::pager {
 

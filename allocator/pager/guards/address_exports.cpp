@@ -4,11 +4,14 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "base/budget.h"
+#include "base/errors.h"
+#include "base/tensors.h"
+#include "base/thread_state.h"
+#include "cells/adoption.h"
 #include "cells/cell.h"
+#include "cells/types.h"
 #include "guards/escape.h"
-#include "guards/touched_cells.h"
-#include "guards/unseen_threads.h"
-#include "python/module.h"
+#include "guards/room.h"
 
 namespace memmgr::pager {
 

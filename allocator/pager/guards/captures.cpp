@@ -1,21 +1,18 @@
 #include "guards/captures.h"
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
+#include "base/tensors.h"
+#include "cells/cell.h"
+#include "cells/freeze.h"
+#include "cells/types.h"
 #include "concurrency/deferred_steps.h"
+#include "pools/capturing.h"
 #include "pools/pool.h"
 #include "recipes/recipe.h"
-#include "residency/reclaim.h"
+#include "residency/restore.h"
 #include "residency/transfer.h"
 
 namespace memmgr::pager {
-
-std::atomic<int> captures{0};
-
-bool is_capturing() {
-  mm_device* device = captures.load() > 0 && queues ? budget.pool->queue() : nullptr;
-  return device && mm_device_is_capturing(device, budget.pool->stream()) > 0;
-}
 
 namespace {
 

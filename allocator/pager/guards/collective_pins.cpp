@@ -6,9 +6,12 @@
 #if __has_include(<torch/csrc/distributed/c10d/Work.hpp>)
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "python/fork.h"
 #define MEMMGR_HAS_WORKS
 #endif
+
+#include "base/at_fork.h"
+#include "cells/cell.h"
+#include "cells/lifetime.h"
 
 namespace memmgr::pager {
 

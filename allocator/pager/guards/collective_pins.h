@@ -1,7 +1,7 @@
 // Cells that an asynchronous op may still be using stay pinned until its Work is done or nobody has it (rule 3).
 #pragma once
 
-#include "cells/cell.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
 

@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "base/budget.h"
+#include "base/seen_threads.h"
+#include "base/thread_state.h"
 #include "guards/extension_ops.h"
-#include "guards/unseen_threads.h"
-#include "recipes/recipe.h"
 
 namespace memmgr::pager {
 

@@ -6,11 +6,16 @@
 #include <algorithm>
 #include <thread>
 
-#include "residency/reclaim.h"
 #if __has_include(<torch/csrc/distributed/c10d/reducer.hpp>)
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #define MEMMGR_HAS_REDUCER
 #endif
+
+#include "base/clock.h"
+#include "cells/cell.h"
+#include "cells/lifetime.h"
+#include "cells/types.h"
+#include "residency/restore.h"
 
 namespace memmgr::pager {
 

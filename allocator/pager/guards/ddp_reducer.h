@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include "base/tensors.h"
 #include "guards/touched_cells.h"
 
 namespace memmgr::pager {

@@ -3,12 +3,16 @@
 #include <ATen/Parallel.h>
 
 #include "base/budget.h"
+#include "base/clock.h"
+#include "base/thread_state.h"
+#include "cells/cell.h"
+#include "cells/lifetime.h"
 #include "cells/names.h"
+#include "cells/pointer_trap.h"
+#include "cells/version.h"
 #include "concurrency/deferred_steps.h"
-#include "guards/extension_ops.h"
-#include "guards/unseen_threads.h"
 #include "pools/pool.h"
-#include "residency/reclaim.h"
+#include "residency/restore.h"
 
 namespace memmgr::pager {
 
@@ -55,5 +59,7 @@ void foreign_write(c10::StorageImpl* s) {
   counters.foreign_writes++;
   escape(c, Escape::kForeignWrite);
 }
+
+static const bool sees_writes = (on_foreign_write = &foreign_write, true);
 
 }  // namespace memmgr::pager

@@ -12,17 +12,19 @@
 #include <cstring>
 
 #include "base/budget.h"
+#include "base/clock.h"
+#include "base/errors.h"
 #include "base/private_member.h"
+#include "base/seen_threads.h"
+#include "base/thread_state.h"
+#include "cells/lifetime.h"
+#include "cells/version.h"
 #include "concurrency/deferred_steps.h"
-#include "guards/unseen_threads.h"
+#include "guards/argument_pins.h"
 #include "ops/op_info.h"
-#include "python/module.h"
-#include "recipes/recipe.h"
-#include "residency/reclaim.h"
+#include "residency/restore.h"
 
 namespace memmgr::pager {
-
-thread_local ForeignScope* tl_foreign = nullptr;
 
 ForeignScope::ForeignScope() : outer_(tl_foreign) { tl_foreign = this; }
 
@@ -133,7 +135,7 @@ template <class Call>
 PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
   PyObject* pin = guarded([&] {
     finish_all_pending();  // it may know of tensors that are not among its arguments
-    return pin_arguments(std::move(storages));
+    return new_pin(std::move(storages), true, false, true);
   });
   if (!pin) return nullptr;
   PyObject* result;

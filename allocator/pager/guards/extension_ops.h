@@ -9,6 +9,9 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/tensors.h"
+#include "cells/cell.h"
+#include "cells/types.h"
 #include "guards/touched_cells.h"
 
 namespace memmgr::pager {
@@ -31,8 +34,6 @@ class ForeignScope {
   std::vector<WeakStorage> kept_;
   std::unordered_set<uint64_t> serials_;
 };
-
-extern thread_local ForeignScope* tl_foreign;
 
 // Foreign code runs while one lives. What is put into its frame before it begins is in memory, pinned, and counts as
 // written.
@@ -72,9 +73,5 @@ const std::vector<std::string>& libraries_that_use_torch();
 // composite or autograd's own, and the backwards of autograd functions that are written in C++.
 void watch_foreign_calls();
 void forget_foreign_calls();
-
-// A pin that lives as long as a call (module.cpp): null with Python's error set.
-PyObject* pin_arguments(std::vector<StoragePtr> storages);
-StoragePtr storage_of(PyObject* tensor_or_address);
 
 }  // namespace memmgr::pager

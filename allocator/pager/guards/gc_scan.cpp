@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "guards/extension_ops.h"
-#include "python/module.h"
 
 namespace memmgr::pager {
 

@@ -25,42 +25,6 @@ namespace memmgr::pager {
 struct Cell;
 struct Mapping;
 
-struct MappedRange {
-  std::shared_ptr<Mapping> mapping;
-  char* begin = nullptr;
-  uint64_t nbytes = 0;
-  at::DataPtr home;          // the storage's own pointer, while the bytes are elsewhere
-  mm_slot lent = -1;         // over the file, of the open budget's tier
-  bool clean = false;        // the cell has ended, and its pages are the file's
-  bool overwritten = false;  // the file has been: the bytes never go back to the mapping
-  bool sampled = false;
-  uint64_t sample = 0;  // of some words of the bytes, as they left
-
-  MappedRange() = default;
-  MappedRange(const MappedRange&) = delete;
-  MappedRange& operator=(const MappedRange&) = delete;
-  ~MappedRange();  // takes no lock of ours and not the GIL
-};
-
-// Asks for torch's own functions once; the GIL is held.
-void learn_mapped();
-// Are its bytes in a private mapping? Cheap.
-bool is_mapped(const c10::StorageImpl* s);
-
-// A slice of a storage that is a cell.
-bool is_part_of_cell(const c10::StorageImpl* s);
-
-// False: the cell of another storage has some of these bytes, and has not gone back to the mapping for good.
-bool may_begin_range_locked(const c10::StorageImpl* s);
-// The cell of a mapped storage, whose bytes are its pointer. Notes the copy that the file is.
-void begin_range_locked(Cell* c);
-// No page of it has been read: it needs no memory before its first use.
-bool begins_away_locked(const Cell* c);
-// The cell has no range any more. The caller empties the answer without the lock.
-std::unique_ptr<MappedRange> end_range_locked(Cell* c);
-// Gives the pages of the range back to the kernel. The file or the tier has their bytes. The caller has the cell busy.
-void drop_pages(const MappedRange& range);
-
 // Cells of other storages that have some bytes of `s` go back to the mapping for good. True: there are some. No lock is
 // held. Throws if one cannot: its address was handed out, or an op or a pin that does not end uses it.
 bool share_mapping(c10::StorageImpl* s);
@@ -70,12 +34,5 @@ bool return_to_mapping(Cell* c);
 // The file at this path is about to be overwritten: cells over it are read into memory of the pool, and may leave for
 // the tier. Throws as share_mapping does.
 void forsake_file(const char* path);
-
-void note_sample_locked(Cell* c);
-bool sample_agrees(const Cell* c, const void* data);
-[[noreturn]] void throw_file_failed(const Cell* c, int error);
-
-// Bytes of cells that still have their file for a copy.
-uint64_t mapped_bytes();
 
 }  // namespace memmgr::pager

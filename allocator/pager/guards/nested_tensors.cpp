@@ -3,9 +3,15 @@
 #include <ATen/NestedTensorImpl.h>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
+#include "base/clock.h"
+#include "base/deferred_drop.h"
+#include "cells/adoption.h"
+#include "cells/cell.h"
+#include "cells/lifetime.h"
+#include "cells/pointer_trap.h"
 #include "guards/escape.h"
-#include "guards/touched_cells.h"
+#include "guards/room.h"
+#include "residency/restore.h"
 
 namespace memmgr::pager {
 

@@ -7,7 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "cells/cell.h"
+#include "base/tensors.h"
+#include "cells/types.h"
 #include "ops/op_info.h"
 
 namespace memmgr::pager {

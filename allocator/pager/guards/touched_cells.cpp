@@ -5,66 +5,21 @@
 #include <ATen/SparseTensorImpl.h>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
+#include "base/deferred_drop.h"
+#include "base/tensors.h"
+#include "cells/adoption.h"
+#include "cells/cell.h"
+#include "cells/pointer_trap.h"
 #include "cells/stream_order.h"
-#include "concurrency/admission.h"
-#include "guards/fixed_memory.h"
-#include "guards/unseen_threads.h"
-#include "pools/pool.h"
-#include "residency/reclaim.h"
+#include "cells/version.h"
+#include "guards/mapped_files.h"
+#include "guards/room.h"
+#include "pools/stream_rules.h"
+#include "residency/evict.h"
+#include "residency/restore.h"
+#include "residency/victims.h"
 
 namespace memmgr::pager {
-
-Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
-  const uint64_t nbytes = s->nbytes();
-  if (pointer_of(s).get_deleter() == budget.pool->deleter() || nbytes < budget.options.small_bytes) return adopt(s);
-  Cell* made = nullptr;
-  with_room(nbytes, may_wait, [&] { made = adopt(s); });
-  return made;
-}
-
-Cell* adopt_if_room(c10::StorageImpl* s, bool may_wait) {
-  try {
-    return adopt_in_budget(s, may_wait);
-  } catch (const c10::OutOfMemoryError&) {
-    if (!is_mapped(s)) throw;
-  }
-  share_mapping(s);
-  return nullptr;
-}
-
-void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
-  const Depth depth;  // else it would wait for itself: who runs alone is counted
-  std::optional<Admitted> alone;
-  for (int pauses = 0;;) {
-    const bool newborns_before = others_have_newborns();  // one that ends meanwhile has left room
-    {
-      const Promised promised(budget.arena, nbytes);  // another thread would take the room
-      bool may_leave = true;
-      for (int i = 0; may_leave; ++i) {
-        const uint64_t shortage = mm_arena_shortage(budget.arena);
-        if (shortage == 0) return take();
-        may_leave = reclaim_callback(budget.pool, shortage, nbytes, i);
-      }
-    }
-    if (!may_wait || (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))))
-      throw_out_of_memory(nbytes);
-    alone.reset();
-    if (pauses > 0) wait_for_others(kPauseSeconds);
-    alone.emplace(nbytes, true);
-  }
-}
-
-void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts) {
-  if (t->layout() == c10::kSparse) {
-    auto* sparse = static_cast<at::SparseTensorImpl*>(t);
-    *parts = {sparse->indices().unsafeGetTensorImpl(), sparse->values().unsafeGetTensorImpl()};
-  } else if (at::sparse_csr::is_sparse_compressed(t->layout())) {
-    auto* sparse = static_cast<at::SparseCsrTensorImpl*>(t);
-    *parts = {sparse->compressed_indices().unsafeGetTensorImpl(), sparse->plain_indices().unsafeGetTensorImpl(),
-              sparse->values().unsafeGetTensorImpl()};
-  }
-}
 
 void Frame::tensor(c10::TensorImpl* t, bool written) {
   declares_writes_ |= written;

@@ -4,48 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include "base/budget.h"
-#include "cells/cell.h"
+#include "base/clock.h"
+#include "cells/lifetime.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
-
-// Memory of torch's default allocator counts from its adoption on: others leave for it first.
-// may_wait: the calling thread is in no op that has been admitted, so others may end theirs first.
-Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait);
-// The same, but a mapped storage stays as it is where there is no room: null.
-Cell* adopt_if_room(c10::StorageImpl* s, bool may_wait);
-// Calls `take` once there is room for so many bytes that are not the pool's.
-void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take);
-
-void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts);
-
-// What has bytes in a tensor: one storage, or the parts of a sparse tensor, which are read without an op.
-template <class OnStorage>
-void each_storage(c10::TensorImpl* t, const OnStorage& on_storage) {
-  if (C10_LIKELY(t->has_storage())) {
-    on_storage(t->unsafe_storage().unsafeGetStorageImpl());
-  } else {
-    c10::SmallVector<c10::TensorImpl*, 3> parts;
-    parts_of_sparse(t, &parts);
-    for (c10::TensorImpl* part : parts) each_storage(part, on_storage);
-  }
-}
-
-// The tensors and the bare storages in a value.
-template <class OnTensor, class OnStorage>
-void each_tensor(const c10::IValue& v, const OnTensor& on_tensor, const OnStorage& on_storage) {
-  if (v.isTensor()) {
-    on_tensor(v.unsafeToTensorImpl());
-  } else if (v.isList()) {
-    for (const c10::IValue& item : v.toListRef()) each_tensor(item, on_tensor, on_storage);
-  } else if (v.isStorage()) {
-    on_storage(v.toStorage().unsafeGetStorageImpl());
-  } else if (v.isTuple()) {
-    for (const c10::IValue& item : v.toTupleRef().elements()) each_tensor(item, on_tensor, on_storage);
-  } else if (v.isGenericDict()) {
-    for (const auto& entry : v.toGenericDict()) each_tensor(entry.value(), on_tensor, on_storage);
-  }
-}
 
 struct Touched {
   Cell* cell;

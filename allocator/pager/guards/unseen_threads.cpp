@@ -15,100 +15,20 @@
 #include <vector>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
+#include "base/clock.h"
+#include "base/deferred_drop.h"
+#include "base/seen_threads.h"
+#include "base/tensors.h"
+#include "base/thread_state.h"
+#include "cells/cell.h"
+#include "cells/freeze.h"
+#include "cells/lifetime.h"
+#include "cells/types.h"
+#include "cells/version.h"
 #include "concurrency/deferred_steps.h"
-#include "dispatch/kernel.h"
-#include "python/fork.h"
-#include "recipes/recipe.h"
-#include "residency/reclaim.h"
+#include "residency/restore.h"
 
 namespace memmgr::pager {
-
-thread_local int tl_depth = 0;
-thread_local int tl_regions = 0;
-thread_local bool tl_making_states = false;
-thread_local int tl_readers = 0;
-
-thread_local KernelSlot* tl_kernel_slot = nullptr;
-bool fence_in_kernel = false;
-
-namespace {
-
-struct KernelSlots {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::vector<KernelSlot*> all;
-  uint64_t ops_of_ended = 0;
-};
-
-KernelSlots& kernel_slots() {
-  static auto* s = new KernelSlots;
-  return *s;
-}
-
-struct OwnSlot {
-  KernelSlot slot;
-  OwnSlot() {
-    slot.system_thread = static_cast<unsigned long>(syscall(SYS_gettid));
-    std::lock_guard<std::mutex> lock(kernel_slots().lock);
-    kernel_slots().all.push_back(&slot);
-  }
-  ~OwnSlot() {
-    std::lock_guard<std::mutex> lock(kernel_slots().lock);
-    auto& all = kernel_slots().all;
-    kernel_slots().ops_of_ended += slot.ops.load();
-    all.erase(std::remove(all.begin(), all.end(), &slot), all.end());
-    tl_kernel_slot = nullptr;
-  }
-};
-
-}  // namespace
-
-KernelSlot* new_kernel_slot() {
-  static thread_local OwnSlot own;
-  static thread_local KernelSlot late;  // for ops of a thread's own ending, after its slot: nobody waits for these
-  static thread_local bool ended = false;
-  struct Mark {
-    ~Mark() { ended = true; }
-  };
-  static thread_local Mark mark;
-  (void)mark;
-  return tl_kernel_slot = ended ? &late : &own.slot;
-}
-
-uint64_t ops_counted() {
-  std::lock_guard<std::mutex> lock(kernel_slots().lock);
-  uint64_t ops = kernel_slots().ops_of_ended;
-  for (const KernelSlot* s : kernel_slots().all) ops += s->ops.load(std::memory_order_relaxed);
-  return ops;
-}
-
-uint64_t ops_counted_of(unsigned long system_thread) {
-  std::lock_guard<std::mutex> lock(kernel_slots().lock);
-  for (const KernelSlot* s : kernel_slots().all)
-    if (s->system_thread == system_thread) return s->ops.load(std::memory_order_relaxed);
-  return 0;
-}
-
-void prepare_for_waiting() {
-  static const bool registered = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0;
-  if (!registered) fence_in_kernel = true;
-}
-
-bool wait_until_kernel_is_left(double seconds) {
-  if (!fence_in_kernel) syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0);
-  const uint64_t until = now_ns() + static_cast<uint64_t>(seconds * 1e9);
-  for (;;) {
-    bool inside = false;
-    {
-      std::lock_guard<std::mutex> lock(kernel_slots().lock);
-      for (const KernelSlot* s : kernel_slots().all)
-        inside |= s != tl_kernel_slot && s->inside.load(std::memory_order_acquire) > 0;
-    }
-    if (!inside) return true;
-    if (now_ns() > until) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
 
 namespace {
 
@@ -169,72 +89,7 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
 
 at::CallbackHandle net = at::INVALID_CALLBACK_HANDLE;
 
-// Dynamo's own switch, of this thread: what compiles frames, or None. Gives what it was.
-PyObject* compile_frames_with(PyObject* callback) {
-  PyObject* dynamo = PyImport_ImportModule("torch._C._dynamo.eval_frame");
-  PyObject* before = dynamo ? PyObject_CallMethod(dynamo, "set_eval_frame", "O", callback) : nullptr;
-  if (!before) PyErr_Clear();
-  Py_XDECREF(dynamo);
-  return before;
-}
-
 }  // namespace
-
-NotCompiled::NotCompiled() : before_(compile_frames_with(Py_None)) {}
-
-NotCompiled::~NotCompiled() {
-  if (before_ && before_ != Py_None) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    Py_XDECREF(compile_frames_with(before_));
-    PyErr_Restore(type, value, trace);
-  }
-  Py_XDECREF(before_);
-}
-
-bool is_backends_thread() {
-  static thread_local const bool is = [] {
-    char name[16] = {};
-    return pthread_getname_np(pthread_self(), name, sizeof name) == 0 &&
-           (!strncmp(name, "pt_gloo", 7) || !strncmp(name, "pt_nccl", 7) || !strncmp(name, "pt_ucc", 6) ||
-            !strncmp(name, "pt_mpi", 6));
-  }();
-  return is;
-}
-
-void see_this_thread(bool on) { c10::impl::tls_set_dispatch_key_included(kKey, on); }
-
-bool thread_is_seen() { return c10::impl::tls_is_dispatch_key_included(kKey); }
-
-std::atomic<uint32_t> listeners{0};
-static thread_local bool tl_may_rest = false, tl_resting = false;
-
-void follow_listeners() {
-  const bool rest = tl_may_rest && listeners.load() == 0;
-  if (rest == tl_resting) return;
-  at::enableRecordFunction(!rest);
-  tl_resting = rest;
-}
-
-void listen(Listener who, bool on) {
-  if (on)
-    listeners |= who;
-  else
-    listeners &= ~static_cast<uint32_t>(who);
-  follow_listeners();
-}
-
-// Not inside of a guard of the dispatcher's keys, whose end would put back what it has found: an unseen thread.
-void let_callbacks_rest(bool on) {
-  if (on) {
-    const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
-    tl_may_rest = at::isRecordFunctionEnabled() && keys.remove(kKey) == c10::default_included_set;
-    follow_listeners();
-  } else if (tl_may_rest) {
-    tl_may_rest = tl_resting = false;
-    at::enableRecordFunction(true);
-  }
-}
 
 void catch_unseen_threads(bool on) {
   if (on && net == at::INVALID_CALLBACK_HANDLE) {

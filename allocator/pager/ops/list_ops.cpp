@@ -4,7 +4,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "base/budget.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
@@ -38,23 +37,7 @@ bool all_plain(const c10::IValue* args, size_t n) {
   return true;
 }
 
-bool starts_with(const std::string& text, const char* beginning) { return text.rfind(beginning, 0) == 0; }
-
 }  // namespace
-
-bool is_list_op(const c10::FunctionSchema& schema) {
-  const std::string& name = schema.name();
-  const bool steps = starts_with(name, "aten::_fused_") && name.back() == '_';
-  if (!steps && !starts_with(name, "aten::_foreach_") && name != "aten::_amp_foreach_non_finite_check_and_unscale_")
-    return false;
-  const auto& arguments = schema.arguments();
-  if (arguments.empty() || arguments[0].type()->kind() != c10::TypeKind::ListType) return false;
-  for (const auto& a : arguments)
-    if (a.is_out() || (a.name() == "scalars" && a.type()->kind() == c10::TypeKind::TensorType)) return false;
-  for (const auto& r : schema.returns())
-    if (r.type()->kind() != c10::TypeKind::ListType) return false;
-  return true;
-}
 
 uint64_t bytes_in_list(const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) return 0;

@@ -6,13 +6,10 @@
 #include <ATen/core/stack.h>
 
 #include "base/budget.h"
+#include "base/share.h"
 #include "ops/op_info.h"
-#include "residency/reclaim.h"
 
 namespace memmgr::pager {
-
-// Can calls of this op be cut?
-bool is_list_op(const c10::FunctionSchema& schema);
 
 // Of lists with so many bytes at each index: the first index of each slice, and the end; empty: they stay whole. A
 // slice has a share of the budget at most, unless a single index has more.

@@ -15,8 +15,9 @@
 #include <deque>
 #include <mutex>
 
+#include "base/at_fork.h"
 #include "base/private_member.h"
-#include "python/fork.h"
+#include "base/seen_threads.h"
 
 namespace memmgr::pager {
 

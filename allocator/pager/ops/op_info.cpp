@@ -5,8 +5,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "ops/list_ops.h"
-#include "python/fork.h"
+#include "base/at_fork.h"
 
 namespace memmgr::pager {
 
@@ -269,6 +268,23 @@ const std::vector<RawReader>& raw_readers() {
 static bool is_torchs(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
   return name.rfind("aten::", 0) == 0 || name.rfind("prims::", 0) == 0;
+}
+
+static bool starts_with(const std::string& text, const char* beginning) { return text.rfind(beginning, 0) == 0; }
+
+// True if calls of this op can be cut (list_ops.h).
+static bool is_list_op(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  const bool steps = starts_with(name, "aten::_fused_") && name.back() == '_';
+  if (!steps && !starts_with(name, "aten::_foreach_") && name != "aten::_amp_foreach_non_finite_check_and_unscale_")
+    return false;
+  const auto& arguments = schema.arguments();
+  if (arguments.empty() || arguments[0].type()->kind() != c10::TypeKind::ListType) return false;
+  for (const auto& a : arguments)
+    if (a.is_out() || (a.name() == "scalars" && a.type()->kind() == c10::TypeKind::TensorType)) return false;
+  for (const auto& r : schema.returns())
+    if (r.type()->kind() != c10::TypeKind::ListType) return false;
+  return true;
 }
 
 OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {

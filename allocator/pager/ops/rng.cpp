@@ -6,8 +6,9 @@
 #include <cstring>
 
 #include "base/budget.h"
+#include "base/gil.h"
 #include "pools/pool.h"
-#include "residency/reclaim.h"
+#include "pools/stream_rules.h"
 
 namespace memmgr::pager {
 

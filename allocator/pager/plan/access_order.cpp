@@ -4,9 +4,14 @@
 #include <utility>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
+#include "base/clock.h"
+#include "base/deferred_drop.h"
+#include "base/tensors.h"
+#include "cells/cell.h"
+#include "cells/copies.h"
+#include "cells/freeze.h"
 #include "plan/follow.h"
-#include "residency/reclaim.h"
+#include "residency/evict.h"
 #include "residency/transfer.h"
 #include "residency/victims.h"
 
@@ -118,7 +123,7 @@ void forget_order_locked() {
   o.whole = false;
 }
 
-void forget_in_order_locked(const Cell* c) {
+static void forget_in_order_locked(Cell* c) {
   if (!c->in_turn) return;
   TurnOrder& o = turn_order();
   uint32_t place = c->in_turn;
@@ -128,6 +133,8 @@ void forget_in_order_locked(const Cell* c) {
   } while (place != c->in_turn);
   o.whole = false;
 }
+
+static const ListensToCells forgets_places({nullptr, &forget_in_order_locked});
 
 void use_order_locked(bool on) { turn_order().used = on; }
 
@@ -140,19 +147,22 @@ void touch_in_order_locked(Cell* c) {
   c->in_turn = o.again[c->in_turn - 1];
 }
 
-uint64_t ticks_until_touch_locked(const Cell* c) {
+static uint64_t ticks_until_touch_locked(const Cell* c) {
   const TurnOrder& o = turn_order();
   if (!c->in_turn || !o.applies()) return 0;
   const uint32_t places = o.places_until(c);
   return 1 + o.turn_ticks * (places ? places : o.count()) / o.count();
 }
 
-bool order_has_moved_locked() {
+static bool order_has_moved_locked() {
   const TurnOrder& o = turn_order();
   return o.applies() && (o.at + o.count() - o.ranked_at) % o.count() > o.count() / kRanksOfATurn;
 }
 
-void order_was_used_locked() { turn_order().ranked_at = turn_order().at; }
+static void order_was_used_locked() { turn_order().ranked_at = turn_order().at; }
+
+static const bool foretells =
+    (next_touch = {&ticks_until_touch_locked, &order_has_moved_locked, &order_was_used_locked}, true);
 
 // Cells that were touched last and are touched late get a copy below: nobody waits for a write when their room is
 // needed.
@@ -162,7 +172,7 @@ static void write_behind() {
   std::lock_guard<std::mutex> lock(graph_lock());
   const TurnOrder& o = turn_order();
   if (!o.applies() || !may_be_offloaded()) return;
-  for (uint32_t back = 0; back < std::min(kLooks, o.count()) && writes_under_way_locked() < kMostWrites; ++back)
+  for (uint32_t back = 0; back < std::min(kLooks, o.count()) && writes_under_way().size() < kMostWrites; ++back)
     if (Cell* c = o.before(back); c && o.places_until(c) > o.count() / 4 && c->resident()) begin_write_locked(c);
 }
 

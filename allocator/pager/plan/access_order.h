@@ -9,6 +9,7 @@
 // Guarded by the graph's lock.
 #pragma once
 
+#include "cells/types.h"
 #include "plan/timeline.h"
 
 namespace memmgr::pager {
@@ -18,17 +19,10 @@ void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells);
 // A backward begins. forward: the timeline since the last backward ended; cells: by its ordinals.
 void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& cells);
 void forget_order_locked();
-void forget_in_order_locked(const Cell* c);
 // The program goes through a turn, or may do so; false: nothing is foretold.
 void use_order_locked(bool on);
 // An op touches a cell that has a place (Cell::in_turn).
 void touch_in_order_locked(Cell* c);
-
-// Until the cell is touched, by its place; 0: not known, or a plan leads.
-uint64_t ticks_until_touch_locked(const Cell* c);
-// So much was touched since the victims were put in order that they no longer are.
-bool order_has_moved_locked();
-void order_was_used_locked();
 
 // Starts to read absent cells that are touched next. Nothing is pinned.
 void read_in_order();

@@ -6,10 +6,19 @@
 #include <utility>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
-#include "remat/rematerialize.h"
+#include "base/clock.h"
+#include "base/deferred_drop.h"
+#include "base/tensors.h"
+#include "cells/cell.h"
+#include "cells/freeze.h"
+#include "cells/lifetime.h"
+#include "cells/types.h"
+#include "plan/timeline.h"
+#include "residency/evict.h"
 #include "residency/reclaim.h"
+#include "residency/restore.h"
 #include "residency/transfer.h"
+#include "residency/victims.h"
 
 namespace memmgr::pager {
 
@@ -181,12 +190,25 @@ void read_ahead(std::vector<uint32_t> due) {
   if (f.leads) f.deferred.insert(f.deferred.begin(), later.begin(), later.end());
 }
 
+// A recipe has run for others of its group: what waited for that departs.
+void has_been_read_locked(const Recipe* r) {
+  Follower& f = follower();
+  if (f.unread.empty()) return;
+  for (const TensorArg& a : r->tensors)
+    for (Unread& u : f.unread) {
+      if (!a.version || !a.version->cell || cell_locked(f, u.ordinal) != a.version->cell) continue;
+      if (u.reads == 0 || --u.reads > 0 || !std::exchange(u.departs, false)) continue;
+      depart_locked(f, u.ordinal, u.how);
+    }
+}
+
 // What is made again together, before the op at this position: what it shares is made once.
 void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<KeptRow> kept) {
   std::vector<uint32_t> ordinals;
   for (const PlanRow& row : rows)
     if (row.what == Row::kMake) ordinals.push_back(row.ordinal);
-  RematGroup group(ordinals, position, std::move(kept));
+  const GroupPlan plan{&cell_of_ordinal_locked, &was_ordinal_locked, &has_been_read_locked};
+  RematGroup group(plan, ordinals, position, std::move(kept));
   bool room = true;
   for (const PlanRow& row : rows) {
     Cell* c;
@@ -219,6 +241,9 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
 
 }  // namespace
 
+static const bool lets_planned_go =
+    (room_sources.planned = [](uint64_t want, uint64_t request) { return let_planned_go(want, request); }, room_sources.plan_is_short = &note_short, true);
+
 void add_plan(FollowedPlan plan) {
   std::lock_guard<std::mutex> lock(graph_lock());
   Follower& f = follower();
@@ -233,17 +258,6 @@ void drop_plans() {
   std::lock_guard<std::mutex> lock(graph_lock());
   lead_locked(follower(), nullptr, 0);
   follower() = Follower();
-}
-
-void has_been_read_locked(const Recipe* r) {
-  Follower& f = follower();
-  if (f.unread.empty()) return;
-  for (const TensorArg& a : r->tensors)
-    for (Unread& u : f.unread) {
-      if (!a.version || !a.version->cell || cell_locked(f, u.ordinal) != a.version->cell) continue;
-      if (u.reads == 0 || --u.reads > 0 || !std::exchange(u.departs, false)) continue;
-      depart_locked(f, u.ordinal, u.how);
-    }
 }
 
 bool plan_leads() { return leading.load(std::memory_order_relaxed); }

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/timeline.h"
+#include "remat/rematerialize.h"
 
 namespace memmgr::pager {
 
@@ -18,10 +18,6 @@ struct PlanRow {
   uint32_t position;
   uint32_t ordinal;  // with kBefore: of the period before
   Row what;
-};
-
-struct KeptRow {  // ghosts that one group of rematerializations makes and a later one reads
-  uint32_t made, read, ordinal;
 };
 
 struct FollowedPlan {
@@ -41,9 +37,6 @@ void drop_plans();
 bool plan_leads();
 // And the period before was the plan's, too: it knows the cells that live on.
 bool plan_foretells();
-
-// A recipe has run for others of its group: what waited for that departs.
-void has_been_read_locked(const Recipe* r);
 
 // What is due. Called by Moment.
 void follow_before(uint32_t position);

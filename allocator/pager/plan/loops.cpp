@@ -3,12 +3,20 @@
 #include <algorithm>
 #include <condition_variable>
 
+#include "base/at_fork.h"
 #include "base/budget.h"
+#include "cells/cell.h"
+#include "residency/reclaim.h"
 #include "residency/transfer.h"
 
 namespace memmgr::pager {
 
 std::atomic<bool> short_begins_loops{false};
+
+static void memory_is_short() {
+  if (C10_UNLIKELY(short_begins_loops.load(std::memory_order_relaxed))) timeline_on = true;
+}
+static const bool notes_shortage = (room_sources.memory_is_short = &memory_is_short, true);
 
 namespace {
 

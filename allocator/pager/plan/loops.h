@@ -5,6 +5,9 @@
 
 #include <vector>
 
+#include "cells/types.h"
+#include "guards/touched_cells.h"
+#include "ops/op_info.h"
 #include "plan/follow.h"
 #include "plan/timeline.h"
 
@@ -70,12 +73,8 @@ class LoopSeeker {
   bool settled_ = false;           // and that will not be asked again
 };
 
-// Memory that is short begins to be noted by itself; see note_shortage().
+// Ops are noted as soon as memory is short.
 extern std::atomic<bool> short_begins_loops;
-// Malloc had to make room.
-inline void note_shortage() {
-  if (C10_UNLIKELY(short_begins_loops.load(std::memory_order_relaxed))) timeline_on = true;
-}
 
 struct LoopTurn {
   Timeline ended;
@@ -83,8 +82,6 @@ struct LoopTurn {
 };
 void end_turn(LoopTurn turn);
 
-// Whether turns of loops are wanted, until the budget ends.
-void seek_loops(bool on);
 void begin_wait_for_loop();
 // Waits for a turn that was the same as the one before and had no plan that was enough; no more of the same than at
 // every doubling of their count. False: the budget ends.

@@ -1,46 +1,27 @@
 #include "plan/timeline.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <mutex>
-#include <optional>
 #include <unordered_map>
+#include <utility>
 
 #include "base/budget.h"
-#include "plan/access_order.h"
-#include "plan/follow.h"
-#include "plan/loops.h"
-#include "python/introspection.h"
-#include "recipes/recipe.h"
+#include "base/clock.h"
+#include "base/module_of_op.h"
+#include "cells/cell.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
 std::atomic<bool> timeline_on{false};
 std::atomic<bool> times_ops{false};
 
-namespace {
-
-constexpr size_t kMostOps = 200000;  // what is longer is no period
-
-// Guarded by the graph's lock.
-struct Period {
-  uint32_t number = 1;
-  bool asked = false;  // for: it goes from backward to backward
-  bool loop = false;   // it is a turn of a loop, and the same as one whose cells are larger (a cache that grows)
-  Timeline noted;
-  std::vector<Cell*> live;      // by ordinal
-  std::vector<Cell*> previous;  // of the period before, by its ordinals
-  uint64_t running = 0x9E3779B97F4A7C15ull;
-  uint64_t last_end = 0;  // ticks
-  uint64_t trials_before = 0;
-  uint64_t begun = 0;  // serials from here on are of cells that came in it
-};
-
-Period& period() {
+Period& period_locked() {
   static auto* p = new Period;
   return *p;
 }
+
+namespace {
 
 // The last turn of a loop that was the same as the one before. Guarded by the graph's lock.
 struct Steady {
@@ -51,11 +32,6 @@ struct Steady {
 
 Steady& steady() {
   static auto* s = new Steady;
-  return *s;
-}
-
-LoopSeeker& seeker() {
-  static auto* s = new LoopSeeker;
   return *s;
 }
 
@@ -79,27 +55,6 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
   return c->ordinal;
 }
 
-uint32_t begin_locked(Period& p, OpInfo* info, uint64_t now) {
-  OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
-  if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
-  note.other = all - std::min(all, paged);
-  note.module = current_module();
-  p.noted.ops.push_back(note);
-  p.running = mixed(p.running, reinterpret_cast<uintptr_t>(info));
-  return static_cast<uint32_t>(p.noted.ops.size() - 1);
-}
-
-void touch_locked(Period& p, Cell* c, bool written, bool made) {
-  bool first;
-  const uint32_t ordinal = ordinal_locked(p, c, &first);
-  const auto flags =
-      static_cast<uint8_t>((written ? kTouchWrites : 0) | (made ? kTouchMakes : 0) | (first ? kTouchFirst : 0));
-  const uint8_t comes = first && !made && c->serial >= p.begun ? kTouchComes : 0;
-  p.noted.touches.push_back({ordinal, static_cast<uint8_t>(flags | comes)});
-  p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.loop ? 0 : c->nbytes);
-}
-
 // The first periods of a budget, of which plans are made, and one in 16 later: two points take an op two microseconds
 // (an H100's host: 0.9 each).
 constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
@@ -121,7 +76,30 @@ void time_ops_locked(Period& p, bool noted) {
   times_ops = p.noted.points != nullptr;
 }
 
-Timeline next_locked(Period& p, bool noted) {
+}  // namespace
+
+uint32_t begin_op_locked(Period& p, OpInfo* info, uint64_t now) {
+  OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
+  if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
+  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
+  note.other = all - std::min(all, paged);
+  note.module = current_module();
+  p.noted.ops.push_back(note);
+  p.running = mixed(p.running, reinterpret_cast<uintptr_t>(info));
+  return static_cast<uint32_t>(p.noted.ops.size() - 1);
+}
+
+void touch_locked(Period& p, Cell* c, bool written, bool made) {
+  bool first;
+  const uint32_t ordinal = ordinal_locked(p, c, &first);
+  const auto flags =
+      static_cast<uint8_t>((written ? kTouchWrites : 0) | (made ? kTouchMakes : 0) | (first ? kTouchFirst : 0));
+  const uint8_t comes = first && !made && c->serial >= p.begun ? kTouchComes : 0;
+  p.noted.touches.push_back({ordinal, static_cast<uint8_t>(flags | comes)});
+  p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.loop ? 0 : c->nbytes);
+}
+
+Timeline begin_next_locked(Period& p, bool noted) {
   const uint64_t trials = counters.trials.load();
   Timeline ended = std::move(p.noted);
   ended.trials = trials - p.trials_before;
@@ -135,113 +113,27 @@ Timeline next_locked(Period& p, bool noted) {
   p.begun = serial_of_next_locked();
   timeline_on = noted;
   time_ops_locked(p, noted);
-  use_order_locked(false);
   return ended;
 }
 
-// The turn that ends before this op, or what was noted before a loop was looked for.
-std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& frame) {
-  if (c10::GradMode::is_enabled() || p.noted.turn >= 0) return std::nullopt;
-  auto how = LoopSeeker::Turn::kCut;
-  if (p.loop)
-    how = seeker().ends(p.noted, info, frame);
-  else if (!seeker().begins(p.asked, p.noted.ops.size(), info, frame))
-    return std::nullopt;
-  if (how == LoopSeeker::Turn::kGoesOn) return std::nullopt;
-  const uint64_t last_end = p.last_end;
-  LoopTurn turn{next_locked(p, true), how == LoopSeeker::Turn::kWhole};
-  seeker().cut(turn.ended.ops.size(), turn.whole && turn.ended.before == turn.ended.hash());
-  p.loop = true;
-  if (turn.whole) learn_order_locked(turn.ended, p.previous);
-  if (turn.whole && turn.ended.before == turn.ended.hash()) {
-    Steady& s = steady();
-    s.hash = turn.ended.hash();
-    s.until = serial_of_next_locked();
-    s.cells.clear();
-    for (uint32_t i = 0; i < p.previous.size(); ++i)
-      if (p.previous[i]) s.cells.emplace_back(i, p.previous[i]);
-  }
-  use_order_locked(true);
-  p.last_end = last_end;  // what the program did since then is a part of its turn
-  if (!turn.whole) p.noted.before = 0;
-  return turn;
+void keep_steady_locked(const Timeline& turn, const Period& p) {
+  Steady& s = steady();
+  s.hash = turn.hash();
+  s.until = serial_of_next_locked();
+  s.cells.clear();
+  for (uint32_t i = 0; i < p.previous.size(); ++i)
+    if (p.previous[i]) s.cells.emplace_back(i, p.previous[i]);
 }
 
-}  // namespace
-
-void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
-  const uint64_t now = ticks();
-  uint32_t at;
-  {
-    std::unique_lock<std::mutex> lock(graph_lock());
-    Period& p = period();
-    if (std::optional<LoopTurn> turn = turn_locked(p, info, frame)) {
-      lock.unlock();
-      end_turn(std::move(*turn));
-      lock.lock();
-    }
-    if (p.noted.ops.size() >= kMostOps) {
-      p.noted.overflow = true;
-      timeline_on = false;
-      return;
-    }
-    at = begin_locked(p, info, now);
-    for (const Touched& t : frame.cells()) {
-      touch_locked(p, t.cell, t.written, false);
-      if (t.cell->in_turn) touch_in_order_locked(t.cell);
-    }
-    p.noted.hashes.push_back(p.running);
-    position_ = at;
-    follow_position_locked(at, p.running, p.noted.before);
-  }
-  if (follow) follow_before(at);
-}
-
-void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer) {
-  if (position_ < 0) {
-    if (n == 0) return;
-    begins(info, Frame(), false);  // it has run: what is due comes with the next op
-    if (position_ < 0) return;
-  }
-  std::lock_guard<std::mutex> lock(graph_lock());
-  Period& p = period();
-  const auto at = static_cast<size_t>(position_);
-  if (at + 1 != p.noted.ops.size()) return;  // another thread's op came between, or the period has ended
-  OpNote& note = p.noted.ops[at];
-  // What nobody has written yet costs nothing to have again.
-  const auto tell_recipe = [](TouchNote* t, const Cell* c) {
-    const Version* v = c->version;
-    if (v && (v->recipe || v->uninitialized)) t->flags |= kTouchRecipe;
-    if (v && v->recipe) t->bits = static_cast<uint32_t>(v->recipe->kind->bits_bytes.load());
-  };
-  for (size_t i = note.first_touch; i < p.noted.touches.size(); ++i) {
-    TouchNote& t = p.noted.touches[i];
-    if ((t.flags & kTouchWrites) && p.live[t.ordinal]) tell_recipe(&t, p.live[t.ordinal]);
-  }
-  uint64_t bytes = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (made[i]->period == p.number) continue;  // the same twice
-    touch_locked(p, made[i], false, true);
-    tell_recipe(&p.noted.touches.back(), made[i]);
-    bytes += made[i]->nbytes;
-  }
-  note.seconds = static_cast<float>(seconds);
-  timer.tell(&note, p.noted.points);
-  note.scratch = scratch > bytes ? scratch - bytes : 0;
-  p.last_end = ticks();
-  ended_ = true;
-}
-
-void Moment::left() {
-  if (!ended_) return;
-  follow_after(static_cast<uint32_t>(position_));
-  read_in_order();
+void forget_steady_locked() {
+  steady() = Steady();
+  timed_periods = 0;
 }
 
 void OpTimer::begin() {
   {
     std::lock_guard<std::mutex> lock(graph_lock());
-    points_ = period().noted.points;
+    points_ = period_locked().noted.points;
   }
   if (!points_) return;  // the period has ended meanwhile
   waits_ = waits_of_device();
@@ -290,10 +182,8 @@ void take_device_times(Timeline* t) {
   }
 }
 
-void forget_in_timeline_locked(Cell* c) {
-  Period& p = period();
-  seeker().forget(c);
-  forget_in_order_locked(c);
+static void forget_in_timeline_locked(Cell* c) {
+  Period& p = period_locked();
   if (Steady& s = steady(); c->serial < s.until) {
     for (auto& [ordinal, cell] : s.cells)
       if (cell == c) cell = nullptr;
@@ -308,75 +198,31 @@ void forget_in_timeline_locked(Cell* c) {
   if (prior < p.previous.size() && p.previous[prior] == c) p.previous[prior] = nullptr;
 }
 
-void note_death_locked(const Cell* c) {
-  Period& p = period();
+static void note_death_locked(const Cell* c) {
+  Period& p = period_locked();
   if (c->period == p.number && timeline_on.load(std::memory_order_relaxed))
     p.noted.deaths.emplace_back(static_cast<uint32_t>(p.noted.ops.size()), c->ordinal);
 }
 
-void note_ghost_locked(Version* v, const Cell* c) {
-  v->period = c->period;
-  v->ordinal = c->ordinal;
-}
+static const ListensToCells notes_cells({&note_death_locked, &forget_in_timeline_locked});
 
 bool was_ordinal_locked(const Version* v, uint32_t ordinal) {
-  return v->ordinal == ordinal && v->period == period().number;
+  return v->ordinal == ordinal && v->period == period_locked().number;
 }
 
 Cell* cell_of_ordinal_locked(uint32_t ordinal) {
-  const std::vector<Cell*>& live = period().live;
+  const std::vector<Cell*>& live = period_locked().live;
   return ordinal < live.size() ? live[ordinal] : nullptr;
 }
 
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash) {
-  const Period& p = period();
+  const Period& p = period_locked();
   if (p.noted.before == hash) return ordinal < p.previous.size() ? p.previous[ordinal] : nullptr;
   const Steady& s = steady();
   if (s.hash != hash) return nullptr;
   const auto found = std::lower_bound(s.cells.begin(), s.cells.end(), ordinal,
                                       [](const auto& at, uint32_t o) { return at.first < o; });
   return found != s.cells.end() && found->first == ordinal ? found->second : nullptr;
-}
-
-void turn_period() {
-  if (!timeline_on.load(std::memory_order_relaxed) && !short_begins_loops.load(std::memory_order_relaxed)) return;
-  bool cut;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    Period& p = period();
-    seeker().backward();
-    cut = p.loop;
-    if (cut) seeker().cut(next_locked(p, false).ops.size(), false);  // a part of a pass is no pass
-    p.noted.backwards++;
-    if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
-    learn_backward_locked(p.noted, p.live);
-    use_order_locked(true);
-  }
-  if (cut) end_following();
-}
-
-Timeline next_period(bool noted) {
-  std::lock_guard<std::mutex> lock(graph_lock());
-  Period& p = period();
-  seeker().passed(p.noted.ops.size());
-  Timeline ended = next_locked(p, noted);
-  if (noted && !ended.overflow) {
-    learn_order_locked(ended, p.previous);
-    use_order_locked(true);
-  }
-  p.asked = noted;
-  return ended;
-}
-
-void seek_loops(bool on) {
-  std::lock_guard<std::mutex> lock(graph_lock());
-  seeker().reset(on);
-  steady() = Steady();
-  timed_periods = 0;
-  forget_order_locked();
-  use_order_locked(false);
-  if (on) begin_wait_for_loop();
-  if (on && counters.evictions.load() + counters.offloads.load() > 0) timeline_on = true;
 }
 
 }  // namespace memmgr::pager

@@ -11,8 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "cells/cell.h"
-#include "guards/touched_cells.h"
+#include "cells/types.h"
 #include "ops/op_info.h"
 
 namespace memmgr::pager {
@@ -88,25 +87,6 @@ struct Timeline {
 
 extern std::atomic<bool> timeline_on;
 
-// One op's place in the timeline; made by the kernel for ops that touch cells, outermost ones only.
-class Moment {
- public:
-  // Before the op's cells are pinned: what a plan wants before it is begun.
-  void begins(OpInfo* info, const Frame& frame, bool follow = true);
-  // After it ran; what it made is still held by its caller.
-  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer = {});
-  // Nothing is pinned any more: what a plan lets go after it may.
-  void left();
-
- private:
-  int64_t position_ = -1;
-  bool ended_ = false;
-};
-
-void forget_in_timeline_locked(Cell* c);
-void note_death_locked(const Cell* c);
-// Its bytes go with the cell, or are about to be written over: a plan names it by the cell that it was.
-void note_ghost_locked(Version* v, const Cell* c);
 // Whether it was, in this period, what the cell with that ordinal was.
 bool was_ordinal_locked(const Version* v, uint32_t ordinal);
 // The cell of this period with that ordinal; null: it has died.
@@ -120,9 +100,29 @@ Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
 // are alike that touch cells of the same lengths, whatever their shapes.
 void take_device_times(Timeline* t);
 
-// An outermost backward begins here.
-void turn_period();
-// Begins the next period, and hands over what was noted of the one that ends; empty where it was not noted.
-Timeline next_period(bool noted);
+constexpr size_t kMostOps = 200000;  // a longer sequence is no period
+
+// The period that is being noted. Guarded by the graph's lock.
+struct Period {
+  uint32_t number = 1;
+  bool asked = false;  // for: it goes from backward to backward
+  bool loop = false;   // it is a turn of a loop, and the same as one whose cells are larger (a cache that grows)
+  Timeline noted;
+  std::vector<Cell*> live;      // by ordinal
+  std::vector<Cell*> previous;  // of the period before, by its ordinals
+  uint64_t running = 0x9E3779B97F4A7C15ull;
+  uint64_t last_end = 0;  // ticks
+  uint64_t trials_before = 0;
+  uint64_t begun = 0;  // serials from here on are of cells that came in it
+};
+Period& period_locked();
+// The op has the next position in the period, which is returned.
+uint32_t begin_op_locked(Period& p, OpInfo* info, uint64_t now);
+void touch_locked(Period& p, Cell* c, bool written, bool made);
+// The next period begins. Returns the one that ends.
+Timeline begin_next_locked(Period& p, bool noted);
+// A whole turn of a loop, the same as the one before, has ended: its cells are those of `p.previous`.
+void keep_steady_locked(const Timeline& turn, const Period& p);
+void forget_steady_locked();
 
 }  // namespace memmgr::pager

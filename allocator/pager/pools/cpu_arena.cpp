@@ -1,12 +1,12 @@
-// The CPU pool: torch's CPU allocator over the core's arena.
+#include "pools/cpu_arena.h"
+
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
 
 #include "base/budget.h"
 #include "base/checksum.h"
-#include "pools/pool.h"
-#include "residency/reclaim.h"
+#include "pools/scratch.h"
 
 namespace memmgr::pager {
 
@@ -38,7 +38,7 @@ struct ArenaAllocator final : c10::Allocator {
     if (n == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
     Taking& here = taking();
     void* block = mm_arena_alloc_at(arena, n, here.side);
-    if (!block) throw_out_of_memory(n);
+    if (!block) room_maker.fail(n);
     return take(block, n, here);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
@@ -109,7 +109,7 @@ Pool* cpu_pool() {
   mm_arena* arena = mm_arena_create(MM_UNLIMITED, 0, why, sizeof why);
   TORCH_CHECK(arena, "memmgr: ", why, ". They take no memory, but `ulimit -v` (RLIMIT_AS) has to leave so many.");
   made = new CpuPool(arena);
-  mm_arena_set_reclaim(arena, &reclaim_callback, made);
+  mm_arena_set_reclaim(arena, room_maker.reclaim, made);
   return made;
 }
 

@@ -1,5 +1,5 @@
-// The pool of an accelerator: its memory in stream order (memmgr/device.h). CUDA's blocks come from the allocator that
-// lies in torch's place there (allocator/cuda); other devices have theirs looked up at every use, so it is put there.
+#include "pools/device_pool.h"
+
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <errno.h>
@@ -14,17 +14,14 @@
 
 #include "base/budget.h"
 #include "base/checksum.h"
-#include "pools/pool.h"
-#include "residency/reclaim.h"
+#include "pools/scratch.h"
+#include "pools/stream_rules.h"
 
 namespace memmgr::pager {
-
-std::atomic<bool> queues{false};
 
 namespace {
 
 const mm_plugin* plugin = nullptr;
-std::atomic<uint32_t> left_out{0};
 
 void free_on_device(void* block);
 
@@ -57,7 +54,7 @@ class DevicePool final : public Pool {
     }
     TORCH_CHECK(!budget.forked, "memmgr: a forked child cannot use what its parent had on ", device.str());
     void* block = take(nbytes, stream());
-    if (!block) throw_out_of_memory(nbytes);
+    if (!block) room_maker.fail(nbytes);
     return {block, block, &free_on_device, device};
   }
   at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) override {
@@ -224,9 +221,9 @@ const mm_plugin_hooks* hooks_of(int ordinal) {
   static mm_plugin_hooks hooks[64];  // one a device: another thread may still be looking at the last budget's
   hooks[ordinal] = {ordinal,
                     &take_for_cuda,
-                    [](uint64_t n) { return reclaim_callback(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
+                    [](uint64_t n) { return room_maker.reclaim(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
                     &note_scratch_taken,
-                    [](size_t n) { throw_out_of_memory(n); },
+                    [](size_t n) { room_maker.fail(n); },
                     &note_scratch_given};
   return &hooks[ordinal];
 }
@@ -285,7 +282,7 @@ Pool* device_pool(c10::Device where, const char* driver_path) {
   }
   TORCH_CHECK(memory, "memmgr: no device memory: ", why);
   pools()[ordinal] = new DevicePool(where, memory);
-  mm_arena_set_reclaim(mm_device_arena(memory), &reclaim_callback, static_cast<Pool*>(pools()[ordinal]));
+  mm_arena_set_reclaim(mm_device_arena(memory), room_maker.reclaim, static_cast<Pool*>(pools()[ordinal]));
   return pools()[ordinal];
 }
 
@@ -294,8 +291,5 @@ void use_plugin(const mm_plugin* table) {
               "memmgr: the CUDA allocator is of another version than the pager");
   plugin = table;
 }
-
-bool rule_holds(StreamRule rule) { return !(left_out.load(std::memory_order_relaxed) & rule); }
-void leave_out(uint32_t rules) { left_out = rules; }
 
 }  // namespace memmgr::pager

@@ -7,7 +7,6 @@
 
 #include <c10/core/Allocator.h>
 
-#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -16,18 +15,6 @@
 #include "memmgr/plugin.h"
 
 namespace memmgr::pager {
-
-enum StreamRule : uint32_t {
-  kRuleUses = 1,        // what another stream than its home uses is told to the allocator
-  kRuleFilled = 2,      // who uses bytes that came back on another stream waits for that one
-  kRulePrefetched = 4,  // bytes that were read ahead are used behind their read
-  kRuleChecked = 8,     // a checksum is taken behind whoever wrote
-  kRuleClosed = 16,     // when the budget has ended nobody has to wait any more
-  kRuleLate = 128,      // who may be behind an event of a step waits for its slices that ran after that
-  kRuleWhere = 256,     // a slice is queued where its step would have been
-  kScribbled = 64,      // no rule: in torture what has left is overwritten, behind all that used it
-  kSampled = 32,  // no rule: a sample of what leaves has a checksum; what comes back with one waits for the device
-};
 
 class Pool {
  public:
@@ -82,20 +69,6 @@ class Pool {
   Pool(c10::Device where, mm_arena* from) : device(where), arena(from) {}
 };
 
-// How this thread's op takes memory, and what it has taken since `begin_scratch`.
-struct Taking {
-  int side = MM_SIDE_LOW;    // where large blocks lie, where sides differ
-  int fill = -1;             // what fills memory of the host's pool; not below 0
-  int64_t scratch = 0;       // bytes taken and not given back
-  int64_t scratch_peak = 0;  // their high-water mark
-  void begin_scratch() { scratch = scratch_peak = 0; }
-  void take(uint64_t nbytes) {
-    scratch += static_cast<int64_t>(nbytes);
-    if (scratch > scratch_peak) scratch_peak = scratch;
-  }
-};
-Taking& taking();  // keep it: to find this thread's costs more than to use it
-
 // What this thread takes meanwhile is memmgr's own: without a budget nobody would need it.
 struct OwnWork {
   OwnWork() { mm_own_work(1); }
@@ -103,39 +76,12 @@ struct OwnWork {
   OwnWork(const OwnWork&) = delete;
 };
 
-// Fills memory that this thread takes from the host's pool, meanwhile.
-struct Filling {
-  explicit Filling(int byte) : before(taking().fill) { taking().fill = byte; }
-  ~Filling() { taking().fill = before; }
-  Filling(const Filling&) = delete;
-  const int before;
+// What a pool calls when a request finds no room. The layer that evicts sets it before the first budget.
+struct RoomMaker {
+  // From inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
+  uint64_t (*reclaim)(void* pool, uint64_t need, uint64_t request, int attempt) = nullptr;
+  __attribute__((noreturn)) void (*fail)(uint64_t request) = nullptr;  // throws c10::OutOfMemoryError
 };
-
-Pool* cpu_pool();
-// driver: a library with the driver's entry points, null for CUDA's. Throws where the memory cannot be had.
-Pool* device_pool(c10::Device where, const char* driver);
-// CUDA's allocator is ours, or torch's own behind our door, and this is its table.
-void use_plugin(const mm_plugin* plugin);
-
-// ---- what a device queues ----
-
-// The open budget's device queues its work.
-extern std::atomic<bool> queues;
-bool rule_holds(StreamRule rule);
-void leave_out(uint32_t rules);
-
-void begin_scratch();
-void note_scratch_taken(uint64_t nbytes);
-void note_scratch_given(uint64_t nbytes);
-uint64_t scratch_now();  // of it, what is there still
-uint64_t scratch_peak();
-// Cells that leave meanwhile, from inside of an op's malloc, are not what the op gives back.
-struct ScratchStays {
-  ScratchStays();
-  ScratchStays(const ScratchStays&) = delete;
-  ScratchStays& operator=(const ScratchStays&) = delete;
-  ~ScratchStays();
-  const int64_t before;
-};
+extern RoomMaker room_maker;
 
 }  // namespace memmgr::pager

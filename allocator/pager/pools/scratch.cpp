@@ -1,7 +1,8 @@
-// What the ops of a thread take for themselves.
-#include <algorithm>
+#include "pools/scratch.h"
 
-#include "pools/pool.h"
+#include <c10/macros/Macros.h>
+
+#include <algorithm>
 
 namespace memmgr::pager {
 

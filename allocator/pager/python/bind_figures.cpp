@@ -1,21 +1,27 @@
+#include "python/bind_figures.h"
+
 // Figures, and what tests ask for.
 #include <algorithm>
 #include <optional>
 #include <string>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
-#include "dispatch/op_need.h"
-#include "guards/captures.h"
+#include "base/deferred_drop.h"
+#include "base/kernel_slots.h"
+#include "base/tensors.h"
+#include "cells/cell.h"
+#include "cells/fixed_memory.h"
+#include "cells/mapped_range.h"
+#include "cells/types.h"
+#include "concurrency/deferred_steps.h"
 #include "guards/collective_pins.h"
-#include "guards/extension_ops.h"
-#include "guards/fixed_memory.h"
-#include "guards/unseen_threads.h"
 #include "pools/pool.h"
-#include "python/module.h"
-#include "recipes/recipe.h"
-#include "residency/reclaim.h"
+#include "pools/stream_rules.h"
+#include "recipes/op_signature.h"
+#include "residency/evict.h"
+#include "residency/floor.h"
 #include "residency/transfer.h"
+#include "residency/victims.h"
 
 namespace memmgr::pager {
 
@@ -250,9 +256,9 @@ PyObject* py_note_refused(PyObject*, PyObject*) {
 
 PyObject* py_refusal(PyObject*, PyObject*) { return PyUnicode_FromString(refusal().c_str()); }
 
-// failed_op() -> (its name, what it needs, its arguments, its largest result), in bytes
+// take_failed_op() -> (its name, what it needs, its arguments, its largest result), in bytes
 PyObject* py_failed_op(PyObject*, PyObject*) {
-  const FailedOp failed = failed_op();
+  const FailedOp failed = take_failed_op();
   const auto number = [](uint64_t bytes) { return static_cast<unsigned long long>(bytes); };
   return Py_BuildValue("sKKK", failed.name.c_str(), number(failed.need_bytes), number(failed.read_bytes),
                        number(failed.result_bytes));

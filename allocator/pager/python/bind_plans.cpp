@@ -1,6 +1,7 @@
+#include "python/bind_plans.h"
+
 // The Python module's functions for periods, plans and an optimizer's step: columns go out, rows come in. Nothing here
 // is on the way of an op.
-#include "python/bind_plans.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -9,12 +10,13 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/budget.h"
+#include "base/link.h"
 #include "ops/list_ops.h"
+#include "ops/op_info.h"
 #include "plan/follow.h"
 #include "plan/loops.h"
+#include "plan/op_in_timeline.h"
 #include "plan/timeline.h"
-#include "python/module.h"
 #include "residency/transfer.h"
 
 namespace memmgr::pager {

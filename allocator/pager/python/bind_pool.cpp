@@ -1,3 +1,5 @@
+#include "python/bind_pool.h"
+
 // The Python module's functions for the pool and the tier: figures, and the probe of how fast a copy is.
 #include <Python.h>
 
@@ -6,8 +8,8 @@
 #include <cstring>
 
 #include "base/budget.h"
+#include "base/clock.h"
 #include "pools/pool.h"
-#include "python/module.h"
 
 namespace memmgr::pager {
 

@@ -1,5 +1,6 @@
-// The Python module's functions for policies that rank ahead of need. Nothing here is on the way of an op.
 #include "python/bind_ranking.h"
+
+// The Python module's functions for policies that rank ahead of need. Nothing here is on the way of an op.
 
 #include <cstring>
 

@@ -1,3 +1,5 @@
+#include "python/bind_readers.h"
+
 // What the readers ask for (rule 9): pins, escapes, threads, functions of extensions, captures.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -6,19 +8,25 @@
 #include <unordered_set>
 
 #include "base/budget.h"
+#include "base/seen_threads.h"
+#include "base/tensors.h"
+#include "base/thread_state.h"
+#include "cells/adoption.h"
+#include "cells/cell.h"
+#include "cells/mapped_range.h"
 #include "cells/names.h"
-#include "cells/stream_order.h"
+#include "cells/types.h"
 #include "concurrency/deferred_steps.h"
+#include "guards/argument_pins.h"
 #include "guards/captures.h"
 #include "guards/ddp_reducer.h"
 #include "guards/escape.h"
 #include "guards/extension_ops.h"
-#include "guards/touched_cells.h"
-#include "guards/unseen_threads.h"
-#include "pools/pool.h"
+#include "guards/mapped_files.h"
+#include "guards/room.h"
+#include "guards/stream_guard.h"
 #include "python/heartbeat.h"
-#include "python/module.h"
-#include "residency/reclaim.h"
+#include "remat/replay.h"
 
 namespace memmgr::pager {
 
@@ -115,102 +123,6 @@ PyObject* py_escape(PyObject*, PyObject* args) {
     PyEval_RestoreThread(saved);
     Py_RETURN_TRUE;
   });
-}
-
-// ---- Pin: keeps the bytes of tensors where they are while it lives ----
-
-struct PinObject {
-  PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
-  bool region, reader, held;
-};
-
-void pin_dealloc(PyObject* self) {
-  auto* pins = reinterpret_cast<PinObject*>(self)->cells;
-  if (reinterpret_cast<PinObject*>(self)->region) {
-    --tl_regions;
-    if (budget.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
-  }
-  if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
-  if (reinterpret_cast<PinObject*>(self)->held) {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    for (auto& [c, s] : *pins) end_held_locked(c);
-  }
-  for (auto& [c, s] : *pins) {
-    watch_writes(c);
-    unpin(c);
-  }
-  delete pins;
-  Py_TYPE(self)->tp_free(self);
-}
-
-PyTypeObject pin_type = [] {
-  PyTypeObject t{PyVarObject_HEAD_INIT(nullptr, 0)};
-  t.tp_name = "memmgr._pager.Pin";
-  t.tp_basicsize = sizeof(PinObject);
-  t.tp_flags = Py_TPFLAGS_DEFAULT;
-  t.tp_dealloc = pin_dealloc;
-  t.tp_doc = "Keeps the bytes of storages in memory, where they are, while it lives (rule 9: scoped).";
-  return t;
-}();
-
-// A pin of these. region: this thread's ops are not paged meanwhile, since whoever called reads what they make without
-// an op. reader: it lives as long as a call of this thread, which has said whether it writes. hardly: it reads one
-// element, so that a mapped storage for which there is no room stays where it is.
-PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader, bool hardly = false) {
-  auto* self = PyObject_New(PinObject, &pin_type);
-  if (!self) return nullptr;
-  self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
-  self->region = self->reader = self->held = false;
-  PyObject* result = guarded([&]() -> PyObject* {
-    if (queues && budget.open) note_stream();  // whoever reads may queue no op
-    for (const StoragePtr& s : storages) finish_pending_of(s.get());
-    PyThreadState* saved = PyEval_SaveThread();
-    size_t next = 0;
-    try {
-      for (StoragePtr& s : storages) {
-        ++next;
-        Cell* c = cell_of(s.get());
-        if (!c && budget.open && written) grows_in_pool(s.get());
-        if (!c && budget.open && adoptable(s.get())) {
-          if (written || s->nbytes() >= budget.options.small_bytes)
-            c = hardly ? adopt_if_room(s.get(), tl_depth == 0) : adopt_in_budget(s.get(), tl_depth == 0);
-          else
-            share_mapping(s.get());
-        }
-        if (!c) continue;
-        pin(c, ticks());
-        self->cells->emplace_back(c, std::move(s));
-        bring_back(c);
-        if (written) begin_new_version(c);
-      }
-    } catch (const c10::OutOfMemoryError&) {  // the others have to be in memory at once, too
-      std::unordered_set<const c10::StorageImpl*> others;
-      for (size_t i = next; i < storages.size(); ++i)
-        if (const Cell* c = cell_of(storages[i].get()); c && others.insert(storages[i].get()).second)
-          if (c->state.load() & kAbsent) refuse_beside(c->nbytes);
-      PyEval_RestoreThread(saved);
-      throw;
-    } catch (...) {
-      PyEval_RestoreThread(saved);
-      throw;
-    }
-    PyEval_RestoreThread(saved);
-    self->region = region;
-    self->reader = reader;
-    if (region) {
-      ++tl_regions;
-      begin_scratch();
-    }
-    if (reader) ++tl_readers;
-    self->held = !reader && !region;
-    if (self->held) {
-      std::lock_guard<std::mutex> lock(graph_lock());
-      for (auto& [c, s] : *self->cells) begin_held_locked(c);
-    }
-    return reinterpret_cast<PyObject*>(self);
-  });
-  if (!result) Py_DECREF(self);
-  return result;
 }
 
 PyObject* pin_one(PyObject* addressed, bool hardly) {
@@ -417,10 +329,8 @@ PyMethodDef reader_methods[] = {
 
 }  // namespace
 
-PyObject* pin_arguments(std::vector<StoragePtr> storages) { return new_pin(std::move(storages), true, false, true); }
-
 bool add_reader_functions(PyObject* module) {
-  return PyType_Ready(&pin_type) == 0 && PyModule_AddFunctions(module, reader_methods) == 0;
+  return prepare_pins() && PyModule_AddFunctions(module, reader_methods) == 0;
 }
 
 }  // namespace memmgr::pager

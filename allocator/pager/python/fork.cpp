@@ -6,30 +6,22 @@
 
 #include <vector>
 
+#include "base/at_fork.h"
 #include "base/budget.h"
+#include "base/deferred_drop.h"
+#include "base/events.h"
 #include "cells/cell.h"
-#include "cells/deferred_drop.h"
+#include "cells/freeze.h"
+#include "cells/types.h"
 #include "concurrency/admission.h"
 #include "ops/rng.h"
 #include "plan/timeline.h"
 #include "pools/pool.h"
-#include "python/introspection.h"
-#include "residency/reclaim.h"
 #include "residency/transfer.h"
 
 namespace memmgr::pager {
 
 namespace {
-
-struct Taken {
-  std::mutex lock;
-  std::vector<std::mutex*> all;
-};
-
-Taken& taken() {
-  static auto* t = new Taken;
-  return *t;
-}
 
 bool try_all(const std::vector<std::mutex*>& all) {
   for (size_t i = 0; i < all.size(); ++i) {
@@ -47,21 +39,21 @@ void before_fork() {
   // forks copies it now, and its child has no need to. (What a thread made in the child does first may still wait for
   // ever.)
   at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
-  taken().lock.lock();
+  fork_locks().lock.lock();
   for (;;) {
     try {
       if (transfers_under_way()) finish_transfers();  // the child has nobody who would
     } catch (const std::exception&) {
     }
-    while (!try_all(taken().all)) sched_yield();
+    while (!try_all(fork_locks().all)) sched_yield();
     if (!transfers_under_way()) return;
-    for (std::mutex* m : taken().all) m->unlock();
+    for (std::mutex* m : fork_locks().all) m->unlock();
   }
 }
 
 void after_fork_in_parent() {
-  for (std::mutex* m : taken().all) m->unlock();
-  taken().lock.unlock();
+  for (std::mutex* m : fork_locks().all) m->unlock();
+  fork_locks().lock.unlock();
 }
 
 void after_fork_in_child() {
@@ -83,12 +75,6 @@ void after_fork_in_child() {
 }
 
 }  // namespace
-
-std::mutex& taken_by_forks(std::mutex* made) {
-  std::lock_guard<std::mutex> lock(taken().lock);
-  taken().all.push_back(made);
-  return *made;
-}
 
 void watch_forks() {
   static const int once = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);

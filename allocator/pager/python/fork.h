@@ -3,13 +3,7 @@
 // recorded and no thread runs.
 #pragma once
 
-#include <mutex>
-
 namespace memmgr::pager {
-
-// A mutex that a fork takes first, so that a child finds it free and what it guards whole. Whoever has one never waits
-// for the GIL, which the forking thread has.
-std::mutex& taken_by_forks(std::mutex* made);
 
 void watch_forks();
 

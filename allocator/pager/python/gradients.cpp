@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "base/gil.h"
 #include "concurrency/python_threads.h"
 #include "python/introspection.h"
 

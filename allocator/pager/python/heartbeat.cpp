@@ -10,11 +10,13 @@
 #include <thread>
 #include <vector>
 
-#include "residency/reclaim.h"
 #if __has_include(<torch/csrc/distributed/c10d/Store.hpp>)
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #define MEMMGR_HAS_STORES
 #endif
+
+#include "base/gil.h"
+#include "residency/floor.h"
 
 namespace memmgr::pager {
 

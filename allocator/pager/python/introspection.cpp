@@ -12,74 +12,24 @@
 #include <tuple>
 
 #include "base/budget.h"
+#include "base/clock.h"
+#include "base/events.h"
+#include "base/module_of_op.h"
+#include "base/share.h"
+#include "base/tensors.h"
+#include "cells/cell.h"
+#include "cells/fixed_memory.h"
+#include "cells/types.h"
+#include "cells/version.h"
 #include "concurrency/deferred_steps.h"
+#include "ops/op_info.h"
+#include "plan/follow.h"
 #include "pools/pool.h"
-#include "residency/reclaim.h"
+#include "recipes/op_signature.h"
 
 namespace memmgr::pager {
 
-std::atomic<bool> watched{false};
-
 namespace {
-
-// ---- modules ----
-
-// Which module an op belongs to is learned in a pass with torch's module hooks, and known by the recorded op's place in
-// the pass from then on: the hooks cost microseconds a module, this costs nanoseconds a recipe. A program may take
-// several ways through its passes; some are remembered.
-using Route = std::vector<std::pair<const OpInfo*, uint32_t>>;
-struct Place {
-  std::vector<Route> known;
-  Route learned;  // this pass, so far
-  size_t current = 0, at = 0, next = 0;
-};
-thread_local Place place;
-thread_local uint32_t tl_module = 0;
-constexpr size_t kMostRoutes = 8, kLongestRoute = 1 << 20, kLookAhead = 16;
-std::atomic<bool> learning{false};
-std::atomic<uint64_t> mispredicted{0};  // ops that were not the ones learned
-
-bool same_ops(const Route& a, const Route& b, size_t n) {
-  return std::equal(a.begin(), a.begin() + static_cast<ptrdiff_t>(n), b.begin(),
-                    [](const auto& x, const auto& y) { return x.first == y.first; });
-}
-
-void end_of_pass() {
-  Place& p = place;
-  p.at = 0;
-  if (p.learned.empty()) return;
-  for (p.current = 0; p.current < p.known.size(); ++p.current) {
-    const Route& route = p.known[p.current];
-    if (route.size() == p.learned.size() && same_ops(route, p.learned, route.size())) break;
-  }
-  if (p.current == p.known.size()) {
-    if (p.known.size() < kMostRoutes)
-      p.known.emplace_back();
-    else
-      p.current = p.next++ % kMostRoutes;
-  }
-  p.known[p.current] = std::move(p.learned);
-  p.learned.clear();
-}
-
-// ---- events ----
-
-struct Sum {
-  uint64_t count = 0, bytes = 0, ns = 0;
-};
-// By what happened, the op that made the bytes, and its module: at most as many as the program has such triples.
-using Key = std::tuple<uint8_t, const OpInfo*, uint32_t>;
-constexpr size_t kMostKeys = 4096;
-
-struct Events {
-  std::mutex lock;  // a leaf, taken under the graph's lock, too
-  std::map<Key, Sum> sums;
-  uint64_t unlisted = 0;  // beyond that many entries since the last look
-};
-Events& events() {
-  static auto* e = new Events;
-  return *e;
-}
 
 PyObject* name_of(const OpInfo* info) {
   if (!info) Py_RETURN_NONE;
@@ -121,29 +71,26 @@ bool is_held(const Cell* c) { return (c->state.load() & kPinMask) != 0 || c->esc
 // ---- Python ----
 
 PyObject* py_set_detail(PyObject*, PyObject* on) {
-  watched.store(PyObject_IsTrue(on) == 1);
-  std::lock_guard<std::mutex> lock(events().lock);
-  events().sums.clear();
-  events().unlisted = 0;
+  watch_events(PyObject_IsTrue(on) == 1);
   Py_RETURN_NONE;
 }
 
 PyObject* py_set_learning(PyObject*, PyObject* on) {
-  learning.store(PyObject_IsTrue(on) == 1);
+  learn_modules(PyObject_IsTrue(on) == 1);
   Py_RETURN_NONE;
 }
 
 PyObject* py_set_module(PyObject*, PyObject* number) {
-  tl_module = static_cast<uint32_t>(PyLong_AsUnsignedLongMask(number));
+  set_current_module(static_cast<uint32_t>(PyLong_AsUnsignedLongMask(number)));
   Py_RETURN_NONE;
 }
 
-PyObject* py_ops_astray(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(mispredicted.exchange(0)); }
+PyObject* py_ops_astray(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(take_mispredicted()); }
 
 // end_pass() -> (resident, unmanaged): the most in the pass that ends in this thread
 PyObject* py_end_pass(PyObject*, PyObject*) {
   drop_unread_pending();
-  end_of_pass();
+  end_pass_of_modules();
   mm_arena_stats a{};
   if (budget.arena) mm_arena_stats_get(budget.arena, &a);
   if (budget.arena) mm_arena_reset_peak(budget.arena);
@@ -153,15 +100,9 @@ PyObject* py_end_pass(PyObject*, PyObject*) {
 
 // drain_events() -> ([(what, op or None, module, count, bytes, seconds)], events that found no entry)
 PyObject* py_drain_events(PyObject*, PyObject*) {
-  std::map<Key, Sum> taken;
-  unsigned long long rest;
-  {
-    std::lock_guard<std::mutex> lock(events().lock);
-    taken.swap(events().sums);
-    rest = std::exchange(events().unlisted, 0);
-  }
+  const EventSums taken = take_events();
   PyObject* list = PyList_New(0);
-  for (const auto& [key, sum] : taken) {
+  for (const auto& [key, sum] : taken.sums) {
     PyObject* item = list
                          ? Py_BuildValue("(iNIKKd)", static_cast<int>(std::get<0>(key)), name_of(std::get<1>(key)),
                                          std::get<2>(key), static_cast<unsigned long long>(sum.count),
@@ -170,7 +111,7 @@ PyObject* py_drain_events(PyObject*, PyObject*) {
     if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
     Py_XDECREF(item);
   }
-  return list ? Py_BuildValue("(NK)", list, rest) : nullptr;
+  return list ? Py_BuildValue("(NK)", list, static_cast<unsigned long long>(taken.unlisted)) : nullptr;
 }
 
 // watch_cells(limit) -> ([(bytes, state, has a copy, cannot leave now, references, seconds of its op, seconds since its
@@ -330,60 +271,6 @@ PyObject* info_of_storage(const at::Tensor& t) {
   const auto bytes = static_cast<unsigned long long>(s->nbytes());
   return Py_BuildValue("KKKN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(s)), absent ? 0 : bytes,
                        bytes, PyBool_FromLong(counted));
-}
-
-void add_event(Event what, const Recipe* made_by, uint64_t bytes, uint64_t ns) {
-  const Key key{static_cast<uint8_t>(what), made_by ? made_by->info : nullptr, made_by ? made_by->module : 0};
-  std::lock_guard<std::mutex> lock(events().lock);
-  auto it = events().sums.find(key);
-  if (it == events().sums.end()) {
-    if (events().sums.size() >= kMostKeys) {
-      events().unlisted++;
-      return;
-    }
-    it = events().sums.emplace(key, Sum{}).first;
-  }
-  it->second.count++;
-  it->second.bytes += bytes;
-  it->second.ns += ns;
-}
-
-uint32_t current_module() { return tl_module; }
-
-uint32_t module_of_recorded(const OpInfo* info) {
-  Place& p = place;
-  if (learning.load(std::memory_order_relaxed)) {
-    if (p.learned.size() < kLongestRoute) p.learned.emplace_back(info, tl_module);
-    return tl_module;
-  }
-  const auto fits = [&](const Route& route, size_t i) { return i < route.size() && route[i].first == info; };
-  if (p.current < p.known.size() && !fits(p.known[p.current], p.at)) {
-    const Route& was = p.known[p.current];
-    for (size_t i = 0; i < p.known.size(); ++i)
-      if (fits(p.known[i], p.at) && was.size() >= p.at && same_ops(was, p.known[i], p.at)) {
-        p.current = i;
-        break;
-      }
-  }
-  if (p.current < p.known.size()) {
-    const Route& route = p.known[p.current];
-    // An op more or less than was learned: the rest may still be as it was.
-    for (size_t i = p.at; i < p.at + kLookAhead; ++i)
-      if (fits(route, i)) {
-        if (i != p.at) mispredicted.fetch_add(1, std::memory_order_relaxed);
-        p.at = i + 1;
-        return route[i].second;
-      }
-  }
-  mispredicted.fetch_add(1, std::memory_order_relaxed);
-  return 0;
-}
-
-void end_watch() { watched.store(false); }
-
-void forget_watch_in_child() {
-  new (&events().lock) std::mutex;
-  watched.store(false);
 }
 
 PyMethodDef observe_methods[] = {

@@ -1,6 +1,4 @@
 // The Python module: opening, closing and the errors. Nothing here is on the way of an op.
-#include "python/module.h"
-
 #include <ATen/record_function.h>
 #include <Python.h>
 #include <pybind11/pybind11.h>
@@ -12,80 +10,52 @@
 #include <string>
 
 #include "base/budget.h"
+#include "base/clock.h"
+#include "base/deferred_drop.h"
+#include "base/errors.h"
+#include "base/events.h"
+#include "base/kernel_slots.h"
+#include "base/link.h"
+#include "base/seen_threads.h"
+#include "base/tensors.h"
+#include "cells/adoption.h"
 #include "cells/cell.h"
-#include "cells/deferred_drop.h"
-#include "cells/stream_order.h"
-#include "concurrency/admission.h"
+#include "cells/file_range.h"
+#include "cells/fixed_memory.h"
+#include "cells/freeze.h"
+#include "cells/types.h"
 #include "concurrency/python_threads.h"
-#include "dispatch/kernel.h"
 #include "dispatch/launch.h"
 #include "guards/address_exports.h"
 #include "guards/captures.h"
 #include "guards/collective_pins.h"
 #include "guards/cpp_tensor_hooks.h"
-#include "guards/ddp_reducer.h"
 #include "guards/escape.h"
-#include "guards/extension_ops.h"
-#include "guards/fixed_memory.h"
 #include "guards/gc_scan.h"
 #include "guards/mapped_files.h"
-#include "guards/touched_cells.h"
+#include "guards/stream_guard.h"
 #include "guards/unseen_threads.h"
+#include "pools/cpu_arena.h"
+#include "pools/device_pool.h"
 #include "pools/pool.h"
+#include "pools/stream_rules.h"
+#include "python/bind_figures.h"
 #include "python/bind_plans.h"
+#include "python/bind_pool.h"
 #include "python/bind_ranking.h"
+#include "python/bind_readers.h"
 #include "python/fork.h"
 #include "python/gradients.h"
 #include "python/introspection.h"
+#include "recipes/op_signature.h"
 #include "recipes/recipe.h"
+#include "residency/evict.h"
+#include "residency/floor.h"
 #include "residency/reclaim.h"
+#include "residency/restore.h"
 #include "residency/transfer.h"
 
 namespace memmgr::pager {
-
-namespace {
-
-PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
-PyObject* recompute_error = nullptr;    // its class
-PyObject* torchs_error = nullptr;       // torch.OutOfMemoryError
-
-void set_out_of_memory(const char* text) {
-  const NotCompiled not_compiled;
-  PyObject* error = make_budget_error ? PyObject_CallFunction(make_budget_error, "s", text) : nullptr;
-  if (error)
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
-  else if (!PyErr_Occurred())
-    PyErr_SetString(PyExc_MemoryError, text);
-  Py_XDECREF(error);
-}
-
-}  // namespace
-
-void set_python_error() {
-  try {
-    throw;
-  } catch (const c10::OutOfMemoryError& e) {
-    set_out_of_memory(e.what_without_backtrace());
-  } catch (python_error& e) {
-    e.restore();
-  } catch (const WrongBytes& e) {
-    PyErr_SetString(recompute_error ? recompute_error : PyExc_RuntimeError, e.what_without_backtrace());
-  } catch (const c10::Error& e) {
-    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
-  } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_RuntimeError, e.what());
-  }
-}
-
-StoragePtr storage_of(PyObject* o) {
-  if (THPVariable_Check(o)) {
-    const at::Tensor& t = THPVariable_Unpack(o);
-    if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return {};
-    return StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-  }
-  if (PyLong_Check(o)) return StoragePtr::reclaim_copy(static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(o)));
-  return {};
-}
 
 namespace {
 
@@ -379,9 +349,7 @@ PyObject* py_settle(PyObject*, PyObject*) {
 PyObject* py_set_errors(PyObject*, PyObject* args) {
   PyObject *make, *wrong, *torchs;
   if (!PyArg_ParseTuple(args, "OOO", &make, &wrong, &torchs)) return nullptr;
-  Py_XSETREF(torchs_error, Py_NewRef(torchs));
-  Py_XSETREF(make_budget_error, Py_NewRef(make));
-  Py_XSETREF(recompute_error, Py_NewRef(wrong));
+  set_error_classes(make, wrong, torchs);
   Py_RETURN_NONE;
 }
 
@@ -444,46 +412,6 @@ PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
-
-// Throws the error that `set` raises in Python, as torch hands such errors on. `text` is its text for C++: the one of
-// Python may take long to write, and most programs that catch the error do not read it.
-template <class F>
-[[noreturn]] static void throw_python(const std::string& text, F&& set) {
-  const PyGILState_STATE gil = PyGILState_Ensure();
-  set();
-  python_error error;
-  PyErr_Fetch(&error.type, &error.value, &error.traceback);
-  error.message = text;
-  PyGILState_Release(gil);
-  throw error;
-}
-
-void raise_budget_error(const c10::OutOfMemoryError& e) {
-  if (!Py_IsInitialized() || !make_budget_error) return;
-  const std::string text = e.what_without_backtrace();
-  throw_python(text, [&] { set_out_of_memory(text.c_str()); });
-}
-
-void raise_budget_error_of_python() {
-  if (!Py_IsInitialized() || !make_budget_error) return;
-  const pybind11::gil_scoped_acquire gil;
-  std::string text;
-  try {
-    throw;
-  } catch (pybind11::error_already_set& e) {
-    if (e.type().ptr() != torchs_error) return;  // memmgr's own is a subclass
-    text = pybind11::str(e.value());
-  } catch (...) {
-    return;
-  }
-  throw_python(text, [&] { set_out_of_memory(text.c_str()); });
-}
-
-void raise_wrong_bytes(const c10::Error& e) {
-  if (!Py_IsInitialized() || !recompute_error) return;
-  const std::string text = e.what_without_backtrace();
-  throw_python(text, [&] { PyErr_SetString(recompute_error, text.c_str()); });
-}
 
 }  // namespace memmgr::pager
 

@@ -6,9 +6,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/at_fork.h"
 #include "base/budget.h"
-#include "python/fork.h"
-#include "recipes/recipe.h"
 
 namespace memmgr::pager {
 

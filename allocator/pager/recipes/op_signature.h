@@ -4,15 +4,16 @@
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 
+#include "cells/types.h"
 #include "ops/op_info.h"
 
 namespace memmgr::pager {
 
-struct Recipe;
 struct Family;
 
 enum class Trust : uint8_t {
@@ -110,6 +111,10 @@ double seconds_by_family(const Recipe& recipe);
 // What one run took; a kind believes its faster runs.
 void note_seconds(Kind* kind, double seconds);
 
+// Of one run, as far as is known.
+inline double seconds_of(const Recipe* r) {
+  return std::max(0.0, r->seconds < 0 ? r->kind->seconds.load(std::memory_order_relaxed) : r->seconds);
+}
 // The largest budget that a kind needs that found no room for its trial; what it makes stays until it does.
 uint64_t untried_bytes();
 void forget_untried();

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ops/op_info.h"
+
 namespace memmgr::pager {
 
 namespace {

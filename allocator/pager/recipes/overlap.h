@@ -1,7 +1,7 @@
 // Does an op read what it writes to, through another of its arguments?
 #pragma once
 
-#include "recipes/recipe.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
 

@@ -8,12 +8,15 @@
 #include <unordered_map>
 
 #include "base/budget.h"
+#include "base/module_of_op.h"
 #include "base/private_member.h"
+#include "cells/adoption.h"
+#include "cells/version.h"
 #include "ops/numerics.h"
 #include "ops/rng.h"
 #include "pools/pool.h"
-#include "python/fork.h"
-#include "python/introspection.h"
+#include "pools/stream_rules.h"
+#include "recipes/op_signature.h"
 #include "recipes/overlap.h"
 
 namespace memmgr::pager {
@@ -22,11 +25,6 @@ MEMMGR_PRIVATE_MEMBER(DefinitionOfHandle, c10::OperatorHandle, operatorDef_)
 MEMMGR_PRIVATE_MEMBER(BoxedOfKernel, c10::KernelFunction, boxed_kernel_func_)
 MEMMGR_PRIVATE_MEMBER(FunctorOfBoxed, c10::BoxedKernel, functor_)
 MEMMGR_PRIVATE_MEMBER(CodeOfBoxed, c10::BoxedKernel, boxed_kernel_func_)
-
-thread_local int tl_running_recipes = 0;
-
-// A hundredth of the budget (rule 5), and room enough for a small model's.
-uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(budget.arena) / 100, 4 << 20); }
 
 bool is_plain(const c10::TensorImpl* t) {
   using K = c10::DispatchKey;
@@ -267,37 +265,6 @@ void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outpu
 
 void keep_recipes_few() {
   if (C10_UNLIKELY(recipe_bytes.load() > recipe_bytes_limit())) cut_recipes(false);
-}
-
-void need_inputs_locked(Recipe* r) {
-  for (const TensorArg& a : r->tensors)
-    if (a.version) need_locked(a.version);
-}
-
-void unneed_inputs_locked(Recipe* r, Trash* trash) {
-  for (const TensorArg& a : r->tensors)
-    if (a.version) unneed_locked(a.version, trash);
-}
-
-void forget_output_locked(Recipe* r, const Version* v) {
-  for (Version*& output : r->outputs)
-    if (output == v) output = nullptr;
-}
-
-void release_recipe_locked(Recipe* r, Trash* trash) {
-  if (--r->refs > 0) return;
-  for (const TensorArg& a : r->tensors) {
-    if (!a.version) continue;
-    auto& readers = a.version->readers;
-    const auto last = std::find(readers.rbegin(), readers.rend(), r);  // the youngest mostly ends first
-    if (last != readers.rend()) {
-      *last = readers.back();
-      readers.pop_back();
-    }
-    release_version_locked(a.version, trash);
-  }
-  recipe_bytes -= r->bytes;
-  delete r;
 }
 
 void cut_recipes(bool all) {

@@ -4,6 +4,9 @@
 #include <cstring>
 
 #include "base/budget.h"
+#include "cells/cell.h"
+#include "cells/pointer_trap.h"
+#include "ops/op_info.h"
 #include "pools/pool.h"
 #include "remat/rematerialize.h"
 

@@ -1,7 +1,8 @@
 // Whether a second run of an op gives the same bytes (rule 8).
 #pragma once
 
-#include "recipes/recipe.h"
+#include "base/tensors.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
 

@@ -8,11 +8,21 @@
 #include <unordered_set>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
-#include "cells/stream_order.h"
+#include "base/clock.h"
+#include "base/deferred_drop.h"
+#include "base/events.h"
+#include "base/wait.h"
+#include "cells/cell.h"
+#include "cells/lifetime.h"
+#include "cells/version.h"
 #include "pools/pool.h"
-#include "python/introspection.h"
+#include "pools/scratch.h"
+#include "recipes/op_signature.h"
+#include "remat/replay.h"
+#include "residency/checksums.h"
+#include "residency/evict.h"
 #include "residency/reclaim.h"
+#include "residency/restore.h"
 
 namespace memmgr::pager {
 
@@ -99,7 +109,7 @@ void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Reci
       plan->uses[v]++;
       continue;
     }
-    if (v->cell && only_python_has(v->cell)) continue;  // whoever needs it makes it beside its storage
+    if (v->cell && only_python_has(v->cell->storage)) continue;  // whoever needs it makes it beside its storage
     TORCH_CHECK(v->recipe,
                 "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
     plan->uses[v]++;
@@ -324,14 +334,15 @@ at::DataPtr rematerialize(Cell* c) {
   TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");
 }
 
-RematGroup::RematGroup(const std::vector<uint32_t>& ordinals, uint32_t position, std::vector<KeptRow> keep)
-    : position_(position), keep_(std::move(keep)) {
+RematGroup::RematGroup(const GroupPlan& plan, const std::vector<uint32_t>& ordinals, uint32_t position,
+                       std::vector<KeptRow> keep)
+    : plan_(plan), position_(position), keep_(std::move(keep)) {
   {
     Plan all;
     std::lock_guard<std::mutex> lock(graph_lock());
     std::unordered_set<const Recipe*> seen;
     for (const uint32_t ordinal : ordinals)
-      if (Cell* c = cell_of_ordinal_locked(ordinal); c && c->version && c->version->evicted && c->version->recipe)
+      if (Cell* c = plan_.cell_of(ordinal); c && c->version && c->version->evicted && c->version->recipe)
         make_plan_locked(c->version, &all, &seen);
     for (const auto& [version, uses] : all.uses) reads_[version] = uses;
   }
@@ -344,7 +355,7 @@ bool RematGroup::reads_later_locked(const Version* v) const {
 }
 
 std::vector<KeptRow>::iterator RematGroup::row_for(const Version* v) {
-  return std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return was_ordinal_locked(v, r.ordinal); });
+  return std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return plan_.was(v, r.ordinal); });
 }
 
 bool RematGroup::may_keep_locked(const Version* v) { return row_for(v) != keep_.end(); }
@@ -354,7 +365,7 @@ void RematGroup::has_run_locked(const Recipe* r) {
     const auto found = a.version ? reads_.find(a.version) : reads_.end();
     if (found != reads_.end() && found->second > 0) found->second--;
   }
-  has_been_read_locked(r);
+  plan_.has_been_read(r);
 }
 
 void RematGroup::end_read() {
@@ -375,13 +386,13 @@ RematGroup::~RematGroup() {
   end_read();
 }
 
+static const bool makes_again = (make_again = &rematerialize, room_sources.kept = &end_kept_ghosts, true);
+
 uint64_t end_kept_ghosts() {
   Trash trash;
   std::lock_guard<std::mutex> lock(graph_lock());
   return end_kept_locked(&trash, [](const Kept&) { return true; });
 }
-
-namespace {}  // namespace
 
 std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill) {
   std::vector<Source> sources(r.tensors.size());

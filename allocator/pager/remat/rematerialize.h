@@ -4,8 +4,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "plan/follow.h"
-#include "recipes/recipe.h"
+#include "base/tensors.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
 
@@ -18,11 +18,23 @@ at::DataPtr rematerialize(Cell* c);
 // where one of them is gone. `before`: what the op wrote to, as it was.
 std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill);
 
+struct KeptRow {  // ghosts that one group of rematerializations makes and a later one reads
+  uint32_t made, read, ordinal;
+};
+
+// The plan of a group: what its ordinals name. Each function is called under the graph's lock.
+struct GroupPlan {
+  Cell* (*cell_of)(uint32_t ordinal);
+  bool (*was)(const Version* v, uint32_t ordinal);  // the version was that cell's
+  void (*has_been_read)(const Recipe* r);           // a recipe has run for others of the group
+};
+
 // Cells that a plan makes again together, before the op at this position. While it lives, what this thread makes on the
 // way stays until the last of them that is made of it has been. `keep`: what stays for later groups.
 class RematGroup {
  public:
-  RematGroup(const std::vector<uint32_t>& ordinals, uint32_t position, std::vector<KeptRow> keep);
+  RematGroup(const GroupPlan& plan, const std::vector<uint32_t>& ordinals, uint32_t position,
+             std::vector<KeptRow> keep);
   ~RematGroup();
   RematGroup(const RematGroup&) = delete;
   RematGroup& operator=(const RematGroup&) = delete;
@@ -36,6 +48,7 @@ class RematGroup {
  private:
   std::vector<KeptRow>::iterator row_for(const Version* v);
 
+  const GroupPlan plan_;
   std::unordered_map<const Version*, uint32_t> reads_;  // that are to come
   uint32_t position_;
   std::vector<KeptRow> keep_;

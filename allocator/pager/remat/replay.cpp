@@ -1,14 +1,18 @@
-// Running a recipe again: below autograd, functorch and modes, with its numerics and a generator of its own.
+#include "remat/replay.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "base/budget.h"
-#include "cells/stream_order.h"
+#include "base/thread_state.h"
 #include "ops/numerics.h"
+#include "ops/op_info.h"
 #include "ops/rng.h"
 #include "pools/pool.h"
-#include "recipes/recipe.h"
+#include "pools/scratch.h"
+#include "pools/stream_rules.h"
+#include "recipes/op_signature.h"
 
 namespace memmgr::pager {
 

@@ -1,4 +1,5 @@
-// Coming back: made again, read back or unpacked, by whoever touches the cell.
+#include "residency/restore.h"
+
 #include <c10/util/ScopeExit.h>
 
 #include <cerrno>
@@ -6,38 +7,25 @@
 #include <optional>
 
 #include "base/budget.h"
+#include "base/clock.h"
+#include "base/events.h"
+#include "base/gil.h"
+#include "base/wait.h"
+#include "cells/cell.h"
+#include "cells/copies.h"
+#include "cells/lifetime.h"
+#include "cells/mapped_range.h"
 #include "cells/stream_order.h"
-#include "guards/captures.h"
+#include "cells/version.h"
+#include "pools/capturing.h"
 #include "pools/pool.h"
-#include "python/introspection.h"
-#include "recipes/recipe.h"
-#include "remat/rematerialize.h"
-#include "residency/reclaim.h"
+#include "residency/checksums.h"
 #include "residency/transfer.h"
 #include "residency/victims.h"
 
 namespace memmgr::pager {
 
-bool sum_agrees(Cell* c, const void* data) {
-  return sample_agrees(c, data) && (!c->checksum.taken() || c->pool->sum(data, c->nbytes) == c->checksum.value());
-}
-
-void check_sum(Cell* c, const void* data) {
-  if (sum_agrees(c, data)) return;
-  if (has_file_copy(c) && c->absence == Absence::kOffloaded) throw_file_failed(c, ESTALE);
-  bool untried = false;
-  if (c->absence == Absence::kEvicted) {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    const Recipe* r = c->version ? c->version->recipe : nullptr;
-    untried = r && r->checked;
-    if (untried) refuse_families_locked(r);
-  }
-  throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                   "memmgr: " + std::to_string(c->nbytes) + " bytes came back other than they left (" +
-                       (c->absence == Absence::kEvicted ? "rematerialized" : "read back") +
-                       "). The run must not go on with them; please report this." +
-                       (untried ? " With verify=True every op is tried in each of its sizes first." : ""));
-}
+at::DataPtr (*make_again)(Cell* c) = nullptr;
 
 // What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.
 static bool make_instead(Cell* c) {
@@ -91,7 +79,7 @@ void bring_back(Cell* c) {
                 "it captures once before the capture begins, or give the budget more room");
     if (absence == Absence::kEvicted) {
       try {
-        bytes = rematerialize(c);
+        bytes = make_again(c);
       } catch (const c10::OutOfMemoryError&) {
         if (c->slot < 0) throw;  // else the copy below takes no room beside its own
       }
@@ -114,7 +102,7 @@ void bring_back(Cell* c) {
                       budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
           absence = Absence::kEvicted;
           bytes.clear();
-          bytes = rematerialize(c);
+          bytes = make_again(c);
         }
       }
     }

@@ -2,13 +2,23 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+#include <utility>
 
 #include "base/budget.h"
-#include "cells/deferred_drop.h"
+#include "base/deferred_drop.h"
+#include "base/events.h"
+#include "base/tensors.h"
+#include "base/wait.h"
+#include "cells/cell.h"
+#include "cells/copies.h"
+#include "cells/freeze.h"
+#include "cells/lifetime.h"
 #include "cells/stream_order.h"
+#include "cells/version.h"
 #include "pools/pool.h"
-#include "python/introspection.h"
-#include "residency/reclaim.h"
+#include "pools/stream_rules.h"
+#include "residency/checksums.h"
 
 namespace memmgr::pager {
 
@@ -22,27 +32,14 @@ struct Read {
 
 // Guarded by the graph's lock.
 struct Transfers {
-  std::vector<Cell*> writes;
   std::vector<Read> reads;
   const mm_tier* polled = nullptr;  // all of them were looked at when it said `ended`
   uint64_t ended = 0;
-  const mm_tier* seen_of = nullptr;  // the link was measured up to here
-  mm_tier_stats seen{};
 };
 
 Transfers& transfers() {
   static auto* t = new Transfers;
   return *t;
-}
-
-std::atomic<int> under_way{0};
-std::atomic<double> write_link{1e-9}, read_link{1e-9}, cpu_link{1e-10};
-
-void forget_write_locked(Cell* c) {
-  auto& writes = transfers().writes;
-  writes.erase(std::remove(writes.begin(), writes.end(), c), writes.end());
-  c->writing = -1;
-  under_way--;
 }
 
 void end_write_locked(Cell* c, int result, Trash* trash) {
@@ -81,58 +78,7 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
 
 }  // namespace
 
-Link link() {
-  return {write_link.load(std::memory_order_relaxed), read_link.load(std::memory_order_relaxed),
-          cpu_link.load(std::memory_order_relaxed)};
-}
-
-void set_link(double seconds_per_byte) {
-  write_link.store(seconds_per_byte);
-  read_link.store(seconds_per_byte);
-}
-
-void set_link_cpu(double seconds_per_byte) { cpu_link.store(seconds_per_byte); }
-
-static void note_link(std::atomic<double>& figure, uint64_t nbytes, uint64_t ns) {
-  if (nbytes == 0) return;
-  const double before = figure.load(std::memory_order_relaxed);
-  const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
-  // One that met the other direction's burst, or a thread that did not run, says little of the next.
-  const double likely = std::clamp(now, before / 4, before * 4);
-  figure.store(before + (likely - before) / 32, std::memory_order_relaxed);
-}
-
-// By the tier's own clock, so that copies for which nobody waits count as others do.
-static void note_link_locked() {
-  Transfers& t = transfers();
-  mm_tier_stats now{};
-  mm_tier_stats_get(budget.tier, &now);
-  const mm_tier_stats seen = std::exchange(t.seen, now);
-  if (std::exchange(t.seen_of, budget.tier) != budget.tier || now.written_bytes < seen.written_bytes ||
-      now.read_bytes < seen.read_bytes)
-    return;  // another tier
-  const uint64_t written = now.written_bytes - seen.written_bytes, read = now.read_bytes - seen.read_bytes;
-  note_link(write_link, written, now.write_nanoseconds - seen.write_nanoseconds);
-  note_link(read_link, read, now.read_nanoseconds - seen.read_nanoseconds);
-  note_link(cpu_link, written + read, now.cpu_nanoseconds - seen.cpu_nanoseconds);
-}
-
-void note_moved_locked(Cell* c, bool write) {
-  note_link_locked();
-  (write ? counters.offloads : counters.reloads)++;
-  (write ? counters.offload_bytes : counters.reload_bytes) += c->nbytes;
-  c->moved_bytes += c->nbytes;
-}
-
-void note_tier_error(int error) {
-  counters.tier_errors++;
-  std::lock_guard<std::mutex> lock(budget.error_lock);
-  budget.tier_error = std::strerror(error);
-}
-
-bool transfers_under_way() { return under_way.load(std::memory_order_relaxed) > 0; }
-
-size_t writes_under_way_locked() { return transfers().writes.size(); }
+bool transfers_under_way() { return copies_under_way.load(std::memory_order_relaxed) > 0; }
 
 bool begin_write_locked(Cell* c) {
   if (!budget.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
@@ -141,17 +87,9 @@ bool begin_write_locked(Cell* c) {
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
   counters.writes_ahead++;  // one that the tier refuses at once, too
   if (slot >= 0) {
-    c->writing = slot;
-    transfers().writes.push_back(c);
-    under_way++;
+    note_write_locked(c, slot);
   }  // else whoever has to leave is told
   return end_move_locked(c, false);
-}
-
-void cancel_write_locked(Cell* c, Trash* trash) {
-  if (c->writing < 0) return;
-  trash->slots.push_back(c->writing);
-  forget_write_locked(c);
 }
 
 void await_write(Cell* c, std::unique_lock<std::mutex>* lock) {
@@ -198,7 +136,7 @@ bool begin_read(Cell* c) {
   std::lock_guard<std::mutex> lock(graph_lock());
   transfers().reads.push_back(std::move(r));
   c->reading = true;
-  under_way++;
+  copies_under_way++;
   resident_cell_bytes += c->nbytes;
   mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   counters.reads_ahead++;
@@ -223,7 +161,7 @@ bool finish_read(Cell* c) {
       mine.emplace(std::move(reads[i]));
       reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(i));
       c->reading = false;
-      under_way--;
+      copies_under_way--;
       break;
     }
   }
@@ -246,7 +184,7 @@ void poll_transfers() {
     const uint64_t ended = mm_tier_ended(budget.tier);
     if (std::exchange(transfers().polled, budget.tier) == budget.tier && ended == transfers().ended) return;
     transfers().ended = ended;
-    const std::vector<Cell*> writes = transfers().writes;
+    const std::vector<Cell*> writes = writes_under_way();
     for (Cell* c : writes)
       if (const int result = mm_tier_poll(budget.tier, c->writing)) end_write_locked(c, result, &trash);
     auto& reads = transfers().reads;
@@ -256,7 +194,7 @@ void poll_transfers() {
       reads[i].cell->reading = false;
       done.emplace_back(std::move(reads[i]), result);
       reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(i));
-      under_way--;
+      copies_under_way--;
     }
   }
   for (auto& [read, result] : done) end_read(std::move(read), result);
@@ -295,8 +233,8 @@ void finish_transfers() {
       std::lock_guard<std::mutex> lock(graph_lock());
       if (!transfers().reads.empty())
         c = transfers().reads.back().cell;
-      else if (!transfers().writes.empty())
-        writing = transfers().writes.back()->writing;
+      else if (!writes_under_way().empty())
+        writing = writes_under_way().back()->writing;
       else
         return;
     }

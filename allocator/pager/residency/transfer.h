@@ -1,15 +1,13 @@
 // Copies between cells and the tier that run in the tier's own workers, beside the program.
 #pragma once
 
-#include "cells/cell.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
 
 // Begins to write a resident cell that nobody has pinned, ahead of need: once that is done it is clean. A write to the
 // cell, or its end, cancels it. True: the caller calls last_user_is_gone() once the lock is free.
 bool begin_write_locked(Cell* c);
-// Takes back what begin_write_locked() began.
-void cancel_write_locked(Cell* c, Trash* trash);
 // Waits until a write that was begun has ended; afterwards the cell is clean if it went well. The caller has the cell
 // busy and holds `lock`, which is released meanwhile.
 void await_write(Cell* c, std::unique_lock<std::mutex>* lock);
@@ -29,17 +27,4 @@ bool drop_clean_copies();
 // Waits for all of it.
 void finish_transfers();
 bool transfers_under_way();
-size_t writes_under_way_locked();
-
-// What the tier was measured at: seconds a byte of its latest transfers, by direction, and those of a CPU, either way.
-struct Link {
-  double write_seconds_per_byte, read_seconds_per_byte, cpu_seconds_per_byte;
-};
-Link link();
-void set_link(double seconds_per_byte);
-void set_link_cpu(double seconds_per_byte);
-void note_tier_error(int error);
-// The bytes of `c` have gone over the link.
-void note_moved_locked(Cell* c, bool write);
-
 }  // namespace memmgr::pager

@@ -5,15 +5,22 @@
 #include <condition_variable>
 #include <unordered_map>
 
+#include "base/at_fork.h"
 #include "base/budget.h"
-#include "plan/access_order.h"
+#include "base/clock.h"
+#include "base/deferred_drop.h"
+#include "base/link.h"
+#include "cells/cell.h"
+#include "cells/freeze.h"
+#include "cells/version.h"
 #include "pools/pool.h"
-#include "python/fork.h"
+#include "recipes/op_signature.h"
 #include "recipes/recipe.h"
-#include "residency/reclaim.h"
-#include "residency/transfer.h"
+#include "residency/floor.h"
 
 namespace memmgr::pager {
+
+NextTouch next_touch;
 
 namespace {
 
@@ -106,8 +113,6 @@ bool may_be_dropped_locked(const Cell* c) {
          v->recipe->kind->trusted() && recipe_available_locked(v->recipe);
 }
 
-bool may_be_offloaded() { return budget.options.may_offload && budget.tier_writes; }
-
 bool may_be_packed_locked(const Cell* c) {
   const Version* v = c->version;
   if (!c->pool->on_host() || (!budget.options.may_evict && !budget.options.may_offload)) return false;
@@ -155,13 +160,13 @@ bool refill_victims_locked() {
     const double cost = cost_of_leaving_locked(c, &drop);
     if (cost < 0) return;
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
-    const uint64_t foretold = ticks_until_touch_locked(c);
+    const uint64_t foretold = next_touch.ticks_until_locked(c);
     const uint64_t age = foretold ? foretold : now > touched ? now - touched : 0;
     found.push_back({score(cost, c->nbytes, static_cast<double>(age) + 1), c});
   });
   std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.score > b.score; });
   clear_locked();
-  order_was_used_locked();
+  next_touch.was_used_locked();
   for (const Found& f : found) push_locked(f.cell, Way::kCheaper, f.cell->last_touch.load(std::memory_order_relaxed));
   return !found.empty();
 }
@@ -169,7 +174,7 @@ bool refill_victims_locked() {
 Victim next_victim_locked() {
   if (nothing_leaves_locked()) return {};
   Victims& all = victims();
-  if (all.ranked == 0 && order_has_moved_locked()) clear_locked();
+  if (all.ranked == 0 && next_touch.has_moved_locked()) clear_locked();
   while (!all.queue.empty()) {
     const auto [victim, touched] = all.queue.back();
     all.queue.pop_back();
@@ -218,14 +223,12 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
   return {};
 }
 
-void forget_price_locked(Cell* c) {
-  if (budget.options.search >= 0 && budget.arena && c->bytes.get()) mm_arena_disown(budget.arena, block_of(c), c);
-}
-
-void forget_victim_locked(Cell* c) {
+static void forget_cell_locked(Cell* c) {
   if (c->queued_at >= 0) victims().queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
   c->queued_at = -1;
+  if (budget.options.search >= 0 && budget.arena && c->bytes.get()) mm_arena_disown(budget.arena, block_of(c), c);
 }
+static const ListensToCells forgets_victims({nullptr, &forget_cell_locked});
 
 // ---- for a policy ----
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cells/cell.h"
+#include "cells/types.h"
 
 namespace memmgr::pager {
 
@@ -12,7 +12,6 @@ namespace memmgr::pager {
 enum class Way : uint8_t { kCheaper, kEvict, kOffload };
 
 bool may_be_dropped_locked(const Cell* c);
-bool may_be_offloaded();
 // Two values, as far as its kind is known: a bit for each element stays, the rest leaves. Not where that takes longer
 // than making them again.
 bool may_be_packed_locked(const Cell* c);
@@ -28,12 +27,17 @@ Victim next_victim_locked();
 // Who should leave so that a request finds a run of addresses, too, as `Options::search` says (Coop, section 4; the
 // core's window.h); claimed. Empty: no choice reaches that.
 std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request);
-void forget_price_locked(Cell* c);
+// When cells are touched next, as a layer above foretells it; set once, before the first budget.
+struct NextTouch {
+  uint64_t (*ticks_until_locked)(const Cell* c) = nullptr;  // 0: not known
+  bool (*has_moved_locked)() =
+      nullptr;  // so much was touched since the victims were put in order that they no longer are
+  void (*was_used_locked)() = nullptr;
+};
+extern NextTouch next_touch;
+
 // Malloc's own order, for all that can leave now. False: there is nothing.
 bool refill_victims_locked();
-// Victims that were queued are forgotten with their cell.
-void forget_victim_locked(Cell* c);
-
 // ---- for a policy, on a thread of its own (memmgr/runtime/ranking.py) ----
 
 struct Candidate {

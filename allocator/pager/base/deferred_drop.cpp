@@ -1,13 +1,17 @@
-#include "cells/deferred_drop.h"
+#include "base/deferred_drop.h"
 
 #include <pthread.h>
+#include <torch/headeronly/version.h>
 
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
+#include <vector>
 
+#include "base/at_fork.h"
 #include "base/budget.h"
 #include "base/private_member.h"
-#include "python/fork.h"
 
 namespace memmgr::pager {
 
@@ -22,13 +26,13 @@ static bool only_python_has(uint64_t counts) {
   return c10::detail::refcount(counts) == 1 && c10::detail::has_pyobject(counts);
 }
 
-bool only_python_has(const Cell* c) {
-  const auto* s = static_cast<const c10::intrusive_ptr_target*>(c->storage._unsafe_get_target());
+bool only_python_has(const WeakStorage& weak) {
+  const auto* s = static_cast<const c10::intrusive_ptr_target*>(weak._unsafe_get_target());
   return s && only_python_has((s->*private_member(CountOfTarget())).load(std::memory_order_relaxed));
 }
 
-StoragePtr hold(Cell* c) {
-  auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target());
+StoragePtr hold_storage(const WeakStorage& weak) {
+  auto* s = static_cast<c10::StorageImpl*>(weak._unsafe_get_target());
   if (!s) return {};
   auto& counts = counts_of(s);
   uint64_t seen = counts.load(std::memory_order_relaxed);
@@ -44,8 +48,8 @@ void drop(StoragePtr storage) {
     drop_later(std::move(storage));
 }
 #else
-bool only_python_has(const Cell*) { return false; }
-StoragePtr hold(Cell* c) { return c->storage.lock(); }
+bool only_python_has(const WeakStorage&) { return false; }
+StoragePtr hold_storage(const WeakStorage& weak) { return weak.lock(); }
 void drop(StoragePtr storage) { drop_later(std::move(storage)); }
 #endif
 

@@ -8,6 +8,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace memmgr::pager {
 
@@ -16,8 +17,10 @@ constexpr size_t kOwners = 3;
 
 // Does nothing if the storage is small, is a cell or can become one.
 void count_fixed(c10::StorageImpl* s);
-// Others leave for it first; throws where that is not enough. may_wait: as of adopt_in_budget.
-void count_fixed_in_budget(c10::StorageImpl* s, bool may_wait);
+// The same in two steps, for a caller that makes room between them. Null: it is not counted.
+std::optional<Owner> owner_of_fixed(const c10::StorageImpl* s);
+void count_fixed(c10::StorageImpl* s, Owner owner);
+bool takes_room(Owner owner);
 bool is_counted_as_fixed(const c10::StorageImpl* s);
 void look_for_ended_fixed();
 void forget_fixed();  // a budget ends

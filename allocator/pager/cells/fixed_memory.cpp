@@ -1,4 +1,4 @@
-#include "guards/fixed_memory.h"
+#include "cells/fixed_memory.h"
 
 #include <c10/core/impl/COW.h>
 
@@ -6,8 +6,10 @@
 
 #include "base/budget.h"
 #include "base/mapped_areas.h"
+#include "base/tensors.h"
+#include "cells/adoption.h"
 #include "cells/cell.h"
-#include "guards/touched_cells.h"
+#include "cells/mapped_range.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
@@ -25,8 +27,6 @@ std::unordered_map<const c10::StorageImpl*, Fixed>& all_fixed() {
   static auto* f = new std::unordered_map<const c10::StorageImpl*, Fixed>;
   return *f;
 }
-
-bool counts(Owner owner) { return owner != Owner::kMappedFile; }
 
 Owner owner_of(const void* p, uint64_t nbytes) {
   if (!budget.pool->on_host()) return Owner::kLibrary;
@@ -51,30 +51,26 @@ bool may_be_fixed(const c10::StorageImpl* s) {
 }
 
 void end_locked(const Fixed& f) {
-  if (counts(f.owner)) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(f.nbytes));
+  if (takes_room(f.owner)) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(f.nbytes));
 }
 
 }  // namespace
 
-static void count(c10::StorageImpl* s, uint64_t nbytes, Owner owner) {
+bool takes_room(Owner owner) { return owner != Owner::kMappedFile; }
+
+void count_fixed(c10::StorageImpl* s, Owner owner) {
   std::lock_guard<std::mutex> lock(graph_lock());
-  if (!all_fixed().emplace(s, Fixed{WeakStorage::reclaim_copy(s), nbytes, owner}).second) return;
-  if (counts(owner)) mm_arena_add_outside(budget.arena, static_cast<int64_t>(nbytes));
+  if (!all_fixed().emplace(s, Fixed{WeakStorage::reclaim_copy(s), s->nbytes(), owner}).second) return;
+  if (takes_room(owner)) mm_arena_add_outside(budget.arena, static_cast<int64_t>(s->nbytes()));
+}
+
+std::optional<Owner> owner_of_fixed(const c10::StorageImpl* s) {
+  if (!may_be_fixed(s)) return std::nullopt;
+  return owner_of(pointer_of(s).get(), s->nbytes());
 }
 
 void count_fixed(c10::StorageImpl* s) {
-  if (may_be_fixed(s)) count(s, s->nbytes(), owner_of(pointer_of(s).get(), s->nbytes()));
-}
-
-void count_fixed_in_budget(c10::StorageImpl* s, bool may_wait) {
-  if (!may_be_fixed(s)) return;
-  const uint64_t nbytes = s->nbytes();
-  const Owner owner = owner_of(pointer_of(s).get(), nbytes);
-  look_for_ended_fixed();
-  if (counts(owner))
-    with_room(nbytes, may_wait, [&] { count(s, nbytes, owner); });
-  else
-    count(s, nbytes, owner);
+  if (const auto owner = owner_of_fixed(s)) count_fixed(s, *owner);
 }
 
 bool is_counted_as_fixed(const c10::StorageImpl* s) {

@@ -1,0 +1,99 @@
+#include "base/kernel_slots.h"
+
+#include <linux/membarrier.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/at_fork.h"
+#include "base/clock.h"
+
+namespace memmgr::pager {
+
+thread_local KernelSlot* tl_kernel_slot = nullptr;
+bool fence_in_kernel = false;
+
+namespace {
+
+struct KernelSlots {
+  std::mutex& lock = taken_by_forks(new std::mutex);
+  std::vector<KernelSlot*> all;
+  uint64_t ops_of_ended = 0;
+};
+
+KernelSlots& kernel_slots() {
+  static auto* s = new KernelSlots;
+  return *s;
+}
+
+struct OwnSlot {
+  KernelSlot slot;
+  OwnSlot() {
+    slot.system_thread = static_cast<unsigned long>(syscall(SYS_gettid));
+    std::lock_guard<std::mutex> lock(kernel_slots().lock);
+    kernel_slots().all.push_back(&slot);
+  }
+  ~OwnSlot() {
+    std::lock_guard<std::mutex> lock(kernel_slots().lock);
+    auto& all = kernel_slots().all;
+    kernel_slots().ops_of_ended += slot.ops.load();
+    all.erase(std::remove(all.begin(), all.end(), &slot), all.end());
+    tl_kernel_slot = nullptr;
+  }
+};
+
+}  // namespace
+
+KernelSlot* new_kernel_slot() {
+  static thread_local OwnSlot own;
+  static thread_local KernelSlot late;  // for ops of a thread's own ending, after its slot: nobody waits for these
+  static thread_local bool ended = false;
+  struct Mark {
+    ~Mark() { ended = true; }
+  };
+  static thread_local Mark mark;
+  (void)mark;
+  return tl_kernel_slot = ended ? &late : &own.slot;
+}
+
+uint64_t ops_counted() {
+  std::lock_guard<std::mutex> lock(kernel_slots().lock);
+  uint64_t ops = kernel_slots().ops_of_ended;
+  for (const KernelSlot* s : kernel_slots().all) ops += s->ops.load(std::memory_order_relaxed);
+  return ops;
+}
+
+uint64_t ops_counted_of(unsigned long system_thread) {
+  std::lock_guard<std::mutex> lock(kernel_slots().lock);
+  for (const KernelSlot* s : kernel_slots().all)
+    if (s->system_thread == system_thread) return s->ops.load(std::memory_order_relaxed);
+  return 0;
+}
+
+void prepare_for_waiting() {
+  static const bool registered = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0;
+  if (!registered) fence_in_kernel = true;
+}
+
+bool wait_until_kernel_is_left(double seconds) {
+  if (!fence_in_kernel) syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0);
+  const uint64_t until = now_ns() + static_cast<uint64_t>(seconds * 1e9);
+  for (;;) {
+    bool inside = false;
+    {
+      std::lock_guard<std::mutex> lock(kernel_slots().lock);
+      for (const KernelSlot* s : kernel_slots().all)
+        inside |= s != tl_kernel_slot && s->inside.load(std::memory_order_acquire) > 0;
+    }
+    if (!inside) return true;
+    if (now_ns() > until) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,15 @@
+// The link to the tier below, as its transfers were measured.
+#pragma once
+
+namespace memmgr::pager {
+
+// What the tier was measured at: seconds a byte of its latest transfers, by direction, and those of a CPU, either way.
+struct Link {
+  double write_seconds_per_byte, read_seconds_per_byte, cpu_seconds_per_byte;
+};
+Link link();
+void set_link(double seconds_per_byte);
+void set_link_cpu(double seconds_per_byte);
+void note_link_locked();  // the transfers since the last call; under the graph's lock
+
+}  // namespace memmgr::pager

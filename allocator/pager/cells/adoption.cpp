@@ -1,0 +1,136 @@
+#include "cells/adoption.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include "base/budget.h"
+#include "base/clock.h"
+#include "base/tensors.h"
+#include "cells/cell.h"
+#include "cells/cell_bytes.h"
+#include "cells/copies.h"
+#include "cells/mapped_range.h"
+#include "cells/names.h"
+#include "cells/pointer_trap.h"
+#include "cells/stream_order.h"
+#include "cells/version.h"
+#include "pools/pool.h"
+
+namespace memmgr::pager {
+
+static bool of_pool(const c10::StorageImpl* s) {
+  return budget.pool && pointer_of(s).get_deleter() == budget.pool->deleter();
+}
+
+// How far behind the beginning of its block the bytes lie.
+static uintptr_t lead_of(const at::DataPtr& p) {
+  return reinterpret_cast<uintptr_t>(p.get()) - reinterpret_cast<uintptr_t>(p.get_context());
+}
+
+bool adoptable(const c10::StorageImpl* s) {
+  const at::DataPtr& p = pointer_of(s);
+  const Pool* pool = budget.pool;
+  if (!p.get() || !pool || budget.forked || p.device().type() != pool->device.type()) return false;
+  if (!pool->on_host() && p.device().index() != pool->device.index()) return false;
+  if (s->sym_nbytes().is_heap_allocated() || s->nbytes() == 0) return false;
+  const auto deleter = p.get_deleter();
+  if (deleter == pool->deleter()) return lead_of(p) < kLine;
+  if (!pool->on_host()) return false;
+  return deleter == c10::GetDefaultCPUAllocator()->raw_deleter() ? lead_of(p) == 0 : is_mapped(s);
+}
+
+void grows_in_pool(c10::StorageImpl* s) {
+  static c10::Allocator* const torchs = c10::GetDefaultCPUAllocator();
+  if (s->allocator() == torchs && budget.pool && budget.pool->on_host()) s->set_allocator(budget.pool->allocator());
+}
+
+Cell* (*adopt_mapped)(c10::StorageImpl* s, uint32_t pins) = nullptr;
+
+Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
+  if (C10_UNLIKELY(!of_pool(s) && is_mapped(s)))
+    if (Cell* c = adopt_mapped(s, pins)) return c;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  return adopt_locked(s, pins, ticks());
+}
+
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool known_adoptable) {
+  if (Cell* c = cell_of(s)) {
+    c->state.fetch_add(pins);
+    return c;
+  }
+  if (!known_adoptable && !adoptable(s)) return nullptr;
+  const bool mapped = !of_pool(s) && is_mapped(s);
+  if (C10_UNLIKELY(mapped) && !may_begin_range_locked(s)) return nullptr;
+  grows_in_pool(s);
+  at::DataPtr& p = pointer_of(s);
+  Cell* c = cell_memory().make_locked();
+  c->state.store(pins);
+  c->nbytes = s->nbytes();
+  c->serial = next_serial_locked();
+  c->pool = budget.pool;
+  c->small = c->nbytes < budget.options.small_bytes;
+  c->outside = !c->small && p.get_deleter() != c->pool->deleter();
+  c->storage = WeakStorage::reclaim_copy(s);
+  c->version = version_memory().make_locked();
+  c->version->cell = c;
+  c->version->nbytes = c->nbytes;
+  c->last_touch.store(touched_ticks, std::memory_order_relaxed);
+  // The context changes hands in place: whoever reads the pointer meanwhile finds it as it was.
+  auto&& context = p.move_context();
+  const auto deleter = context.get_deleter();
+  c->bytes = at::DataPtr(p.get(), context.release(), deleter, p.device());
+  if (C10_UNLIKELY(mapped))
+    begin_range_locked(c);
+  else
+    c->lead = static_cast<uint8_t>(lead_of(c->bytes));
+  note_home(c);
+  name_adopted_locked(c, s);
+  context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
+  register_locked(c);
+  count_root_locked(c);
+  watch_writes(c);
+  if (!c->small) resident_cell_bytes += c->nbytes;
+  if (C10_UNLIKELY(mapped) && pins == 0 && begins_away_locked(c)) {
+    c->state.store(kAbsent);
+    c->absence = Absence::kOffloaded;
+    c->outside = false;
+    go_away_locked(c, s);
+    return c;
+  }
+  if (c->outside) {
+    mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
+    counters.adopted++;
+    counters.adopted_bytes += c->nbytes;
+  }
+  return c;
+}
+
+void unadopt(Cell* c) {
+  Trash trash;
+  WeakStorage weak{StoragePtr()};
+  StoragePtr s = c->storage.lock();
+  if (!s) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if (cell_of(s.get()) != c || !c->bytes.get()) return;
+  if ((c->state.load() & kPinMask) > c->standing_pins) return;  // somebody's pin outlives the budget: so does the cell
+  if (!c->small) resident_cell_bytes -= c->nbytes;
+  if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
+  unstand_all_locked(c);
+  unwatch_writes(s.get());
+  at::DataPtr& p = pointer_of(s.get());
+  const auto deleter = c->bytes.get_deleter();
+  auto&& context = p.move_context();
+  context.release();
+  context = std::unique_ptr<void, c10::DeleterFnPtr>(c->bytes.release_context(), deleter);
+  name_unadopted_locked(c, s.get());
+  if (c->range) trash.ranges.push_back(end_range_locked(c));
+  cancel_write_locked(c, &trash);
+  if (c->slot >= 0) trash.slots.push_back(c->slot);
+  unregister_locked(c);
+  c->version->cell = nullptr;
+  forget_recipe_locked(c->version, &trash);
+  release_version_locked(c->version, &trash);
+  weak = std::move(c->storage);
+  cell_memory().end_locked(c);
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,43 @@
+#include "cells/copies.h"
+
+#include <algorithm>
+
+#include "base/budget.h"
+#include "base/link.h"
+
+namespace memmgr::pager {
+
+std::atomic<int> copies_under_way{0};
+
+std::vector<Cell*>& writes_under_way() {
+  static auto* writes = new std::vector<Cell*>;
+  return *writes;
+}
+
+void note_write_locked(Cell* c, mm_slot slot) {
+  c->writing = slot;
+  writes_under_way().push_back(c);
+  copies_under_way++;
+}
+
+void forget_write_locked(Cell* c) {
+  auto& writes = writes_under_way();
+  writes.erase(std::remove(writes.begin(), writes.end(), c), writes.end());
+  c->writing = -1;
+  copies_under_way--;
+}
+
+void cancel_write_locked(Cell* c, Trash* trash) {
+  if (c->writing < 0) return;
+  trash->slots.push_back(c->writing);
+  forget_write_locked(c);
+}
+
+void note_moved_locked(Cell* c, bool write) {
+  note_link_locked();
+  (write ? counters.offloads : counters.reloads)++;
+  (write ? counters.offload_bytes : counters.reload_bytes) += c->nbytes;
+  c->moved_bytes += c->nbytes;
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,33 @@
+#include "cells/freeze.h"
+
+#include "base/budget.h"
+#include "cells/cell.h"
+
+namespace memmgr::pager {
+
+static std::atomic<int> freezes{0};
+static thread_local bool tl_froze = false;
+
+void nothing_leaves(bool begin) {
+  tl_froze = begin;
+  hold_departures(begin);
+}
+
+void hold_departures(bool begin) {
+  std::lock_guard<std::mutex> lock(graph_lock());  // whoever claims a victim has seen it
+  freezes.fetch_add(begin ? 1 : -1);
+}
+
+void stay_in_child() {
+  freezes.fetch_add(1);
+  budget.options.torture = false;
+}
+
+bool nothing_leaves_locked() { return freezes.load() > 0; }
+
+bool frozen() { return freezes.load() > 0; }
+bool froze_by_this_thread() { return tl_froze; }
+
+bool claim_locked(Cell* c) { return !c->small && !frozen() && begin_move(c); }
+
+}  // namespace memmgr::pager

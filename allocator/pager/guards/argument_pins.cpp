@@ -1,0 +1,124 @@
+#include "guards/argument_pins.h"
+
+#include <unordered_set>
+#include <utility>
+
+#include "base/budget.h"
+#include "base/clock.h"
+#include "base/errors.h"
+#include "base/thread_state.h"
+#include "cells/adoption.h"
+#include "cells/cell.h"
+#include "cells/lifetime.h"
+#include "cells/pointer_trap.h"
+#include "cells/types.h"
+#include "cells/version.h"
+#include "concurrency/deferred_steps.h"
+#include "guards/mapped_files.h"
+#include "guards/room.h"
+#include "guards/stream_guard.h"
+#include "pools/scratch.h"
+#include "pools/stream_rules.h"
+#include "residency/floor.h"
+#include "residency/restore.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+struct PinObject {
+  PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
+  bool region, reader, held;
+};
+
+void pin_dealloc(PyObject* self) {
+  auto* pins = reinterpret_cast<PinObject*>(self)->cells;
+  if (reinterpret_cast<PinObject*>(self)->region) {
+    --tl_regions;
+    if (budget.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
+  }
+  if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
+  if (reinterpret_cast<PinObject*>(self)->held) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (auto& [c, s] : *pins) end_held_locked(c);
+  }
+  for (auto& [c, s] : *pins) {
+    watch_writes(c);
+    unpin(c);
+  }
+  delete pins;
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyTypeObject pin_type = [] {
+  PyTypeObject t{PyVarObject_HEAD_INIT(nullptr, 0)};
+  t.tp_name = "memmgr._pager.Pin";
+  t.tp_basicsize = sizeof(PinObject);
+  t.tp_flags = Py_TPFLAGS_DEFAULT;
+  t.tp_dealloc = pin_dealloc;
+  t.tp_doc = "Keeps the bytes of storages in memory, where they are, while it lives (rule 9: scoped).";
+  return t;
+}();
+
+}  // namespace
+
+PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader, bool hardly) {
+  auto* self = PyObject_New(PinObject, &pin_type);
+  if (!self) return nullptr;
+  self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
+  self->region = self->reader = self->held = false;
+  PyObject* result = guarded([&]() -> PyObject* {
+    if (queues && budget.open) note_stream();  // whoever reads may queue no op
+    for (const StoragePtr& s : storages) finish_pending_of(s.get());
+    PyThreadState* saved = PyEval_SaveThread();
+    size_t next = 0;
+    try {
+      for (StoragePtr& s : storages) {
+        ++next;
+        Cell* c = cell_of(s.get());
+        if (!c && budget.open && written) grows_in_pool(s.get());
+        if (!c && budget.open && adoptable(s.get())) {
+          if (written || s->nbytes() >= budget.options.small_bytes)
+            c = hardly ? adopt_if_room(s.get(), tl_depth == 0) : adopt_in_budget(s.get(), tl_depth == 0);
+          else
+            share_mapping(s.get());
+        }
+        if (!c) continue;
+        pin(c, ticks());
+        self->cells->emplace_back(c, std::move(s));
+        bring_back(c);
+        if (written) begin_new_version(c);
+      }
+    } catch (const c10::OutOfMemoryError&) {  // the others have to be in memory at once, too
+      std::unordered_set<const c10::StorageImpl*> others;
+      for (size_t i = next; i < storages.size(); ++i)
+        if (const Cell* c = cell_of(storages[i].get()); c && others.insert(storages[i].get()).second)
+          if (c->state.load() & kAbsent) refuse_beside(c->nbytes);
+      PyEval_RestoreThread(saved);
+      throw;
+    } catch (...) {
+      PyEval_RestoreThread(saved);
+      throw;
+    }
+    PyEval_RestoreThread(saved);
+    self->region = region;
+    self->reader = reader;
+    if (region) {
+      ++tl_regions;
+      begin_scratch();
+    }
+    if (reader) ++tl_readers;
+    self->held = !reader && !region;
+    if (self->held) {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      for (auto& [c, s] : *self->cells) begin_held_locked(c);
+    }
+    return reinterpret_cast<PyObject*>(self);
+  });
+  if (!result) Py_DECREF(self);
+  return result;
+}
+
+bool prepare_pins() { return PyType_Ready(&pin_type) == 0; }
+
+}  // namespace memmgr::pager

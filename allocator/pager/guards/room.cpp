@@ -1,0 +1,70 @@
+#include "guards/room.h"
+
+#include <optional>
+
+#include "base/budget.h"
+#include "base/tensors.h"
+#include "base/thread_state.h"
+#include "cells/adoption.h"
+#include "cells/cell.h"
+#include "cells/fixed_memory.h"
+#include "cells/mapped_range.h"
+#include "concurrency/admission.h"
+#include "guards/mapped_files.h"
+#include "pools/pool.h"
+#include "pools/promised.h"
+#include "residency/reclaim.h"
+
+namespace memmgr::pager {
+
+Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
+  const uint64_t nbytes = s->nbytes();
+  if (pointer_of(s).get_deleter() == budget.pool->deleter() || nbytes < budget.options.small_bytes) return adopt(s);
+  Cell* made = nullptr;
+  with_room(nbytes, may_wait, [&] { made = adopt(s); });
+  return made;
+}
+
+Cell* adopt_if_room(c10::StorageImpl* s, bool may_wait) {
+  try {
+    return adopt_in_budget(s, may_wait);
+  } catch (const c10::OutOfMemoryError&) {
+    if (!is_mapped(s)) throw;
+  }
+  share_mapping(s);
+  return nullptr;
+}
+
+void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
+  const Depth depth;  // else it would wait for itself: who runs alone is counted
+  std::optional<Admitted> alone;
+  for (int pauses = 0;;) {
+    const bool newborns_before = others_have_newborns();  // one that ends meanwhile has left room
+    {
+      const Promised promised(budget.arena, nbytes);  // another thread would take the room
+      bool may_leave = true;
+      for (int i = 0; may_leave; ++i) {
+        const uint64_t shortage = mm_arena_shortage(budget.arena);
+        if (shortage == 0) return take();
+        may_leave = reclaim_callback(budget.pool, shortage, nbytes, i);
+      }
+    }
+    if (!may_wait || (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))))
+      throw_out_of_memory(nbytes);
+    alone.reset();
+    if (pauses > 0) wait_for_others(kPauseSeconds);
+    alone.emplace(nbytes, true);
+  }
+}
+
+void count_fixed_in_budget(c10::StorageImpl* s, bool may_wait) {
+  const std::optional<Owner> owner = owner_of_fixed(s);
+  if (!owner) return;
+  look_for_ended_fixed();
+  if (takes_room(*owner))
+    with_room(s->nbytes(), may_wait, [&] { count_fixed(s, *owner); });
+  else
+    count_fixed(s, *owner);
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,56 @@
+#include "guards/stream_guard.h"
+
+#include <vector>
+
+#include "base/budget.h"
+#include "base/deferred_drop.h"
+#include "base/seen_threads.h"
+#include "base/tensors.h"
+#include "base/thread_state.h"
+#include "cells/cell.h"
+#include "cells/pointer_trap.h"
+#include "cells/stream_order.h"
+#include "cells/types.h"
+#include "concurrency/deferred_steps.h"
+#include "pools/pool.h"
+
+namespace memmgr::pager {
+
+static std::atomic<bool> in_order{false};  // nothing of the first one is queued behind its back any more
+static std::atomic<bool> profiled{false};
+
+void forget_askers() { several_streams = in_order = profiled = without_trap = false; }
+
+// What is absent is shown as the flag says from here on.
+static void set_asker(std::atomic<bool>& flag, bool on) {
+  std::vector<StoragePtr> held;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    flag = on;
+    without_trap = several_streams || profiled;  // who leaves from here on is shown so, too
+    for_each_cell_locked([&](Cell* c) {
+      const uint32_t state = c->state.load();
+      if (!(state & kAbsent) || (state & kBusy)) return;
+      held.push_back(hold(c));
+      if (held.back()) show_bytes(held.back().get(), nullptr, c);
+    });
+  }
+  for (StoragePtr& s : held)
+    if (s) drop(std::move(s));
+}
+
+void note_stream() {
+  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || budget.pool->stream() == budget.pool->opened_on()) return;
+  if (tl_running_recipes > 0) return;  // for an op that has been here
+  if (!several_streams.load()) set_asker(several_streams, true);
+  finish_all_pending(true);
+  settle_late_slices();
+  in_order = true;
+}
+
+void note_profiler(bool on) {
+  listen(kProfiler, on);
+  if (profiled.load(std::memory_order_relaxed) != on) set_asker(profiled, on);
+}
+
+}  // namespace memmgr::pager

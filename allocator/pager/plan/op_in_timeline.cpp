@@ -1,0 +1,165 @@
+#include "plan/op_in_timeline.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <mutex>
+#include <optional>
+
+#include "base/budget.h"
+#include "base/clock.h"
+#include "cells/cell.h"
+#include "plan/access_order.h"
+#include "plan/follow.h"
+#include "plan/loops.h"
+#include "recipes/op_signature.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+LoopSeeker& seeker() {
+  static auto* s = new LoopSeeker;
+  return *s;
+}
+
+Timeline begin_next(Period& p, bool noted) {
+  Timeline ended = begin_next_locked(p, noted);
+  use_order_locked(false);
+  return ended;
+}
+
+// The turn that ends before this op, or the part that was noted before a loop was looked for.
+std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& frame) {
+  if (c10::GradMode::is_enabled() || p.noted.turn >= 0) return std::nullopt;
+  auto how = LoopSeeker::Turn::kCut;
+  if (p.loop)
+    how = seeker().ends(p.noted, info, frame);
+  else if (!seeker().begins(p.asked, p.noted.ops.size(), info, frame))
+    return std::nullopt;
+  if (how == LoopSeeker::Turn::kGoesOn) return std::nullopt;
+  const uint64_t last_end = p.last_end;
+  LoopTurn turn{begin_next(p, true), how == LoopSeeker::Turn::kWhole};
+  seeker().cut(turn.ended.ops.size(), turn.whole && turn.ended.before == turn.ended.hash());
+  p.loop = true;
+  if (turn.whole) learn_order_locked(turn.ended, p.previous);
+  if (turn.whole && turn.ended.before == turn.ended.hash()) keep_steady_locked(turn.ended, p);
+  use_order_locked(true);
+  p.last_end = last_end;  // what the program did since then is a part of its turn
+  if (!turn.whole) p.noted.before = 0;
+  return turn;
+}
+
+}  // namespace
+
+void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
+  const uint64_t now = ticks();
+  uint32_t at;
+  {
+    std::unique_lock<std::mutex> lock(graph_lock());
+    Period& p = period_locked();
+    if (std::optional<LoopTurn> turn = turn_locked(p, info, frame)) {
+      lock.unlock();
+      end_turn(std::move(*turn));
+      lock.lock();
+    }
+    if (p.noted.ops.size() >= kMostOps) {
+      p.noted.overflow = true;
+      timeline_on = false;
+      return;
+    }
+    at = begin_op_locked(p, info, now);
+    for (const Touched& t : frame.cells()) {
+      touch_locked(p, t.cell, t.written, false);
+      if (t.cell->in_turn) touch_in_order_locked(t.cell);
+    }
+    p.noted.hashes.push_back(p.running);
+    position_ = at;
+    follow_position_locked(at, p.running, p.noted.before);
+  }
+  if (follow) follow_before(at);
+}
+
+void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer) {
+  if (position_ < 0) {
+    if (n == 0) return;
+    begins(info, Frame(), false);  // it has run: what is due comes with the next op
+    if (position_ < 0) return;
+  }
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Period& p = period_locked();
+  const auto at = static_cast<size_t>(position_);
+  if (at + 1 != p.noted.ops.size()) return;  // another thread's op came between, or the period has ended
+  OpNote& note = p.noted.ops[at];
+  // What nobody has written yet costs nothing to have again.
+  const auto tell_recipe = [](TouchNote* t, const Cell* c) {
+    const Version* v = c->version;
+    if (v && (v->recipe || v->uninitialized)) t->flags |= kTouchRecipe;
+    if (v && v->recipe) t->bits = static_cast<uint32_t>(v->recipe->kind->bits_bytes.load());
+  };
+  for (size_t i = note.first_touch; i < p.noted.touches.size(); ++i) {
+    TouchNote& t = p.noted.touches[i];
+    if ((t.flags & kTouchWrites) && p.live[t.ordinal]) tell_recipe(&t, p.live[t.ordinal]);
+  }
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (made[i]->period == p.number) continue;  // the same twice
+    touch_locked(p, made[i], false, true);
+    tell_recipe(&p.noted.touches.back(), made[i]);
+    bytes += made[i]->nbytes;
+  }
+  note.seconds = static_cast<float>(seconds);
+  timer.tell(&note, p.noted.points);
+  note.scratch = scratch > bytes ? scratch - bytes : 0;
+  p.last_end = ticks();
+  ended_ = true;
+}
+
+void Moment::left() {
+  if (!ended_) return;
+  follow_after(static_cast<uint32_t>(position_));
+  read_in_order();
+}
+
+void turn_period() {
+  if (!timeline_on.load(std::memory_order_relaxed) && !short_begins_loops.load(std::memory_order_relaxed)) return;
+  bool cut;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Period& p = period_locked();
+    seeker().backward();
+    cut = p.loop;
+    if (cut) seeker().cut(begin_next(p, false).ops.size(), false);  // a part of a pass is no pass
+    p.noted.backwards++;
+    if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
+    learn_backward_locked(p.noted, p.live);
+    use_order_locked(true);
+  }
+  if (cut) end_following();
+}
+
+Timeline next_period(bool noted) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Period& p = period_locked();
+  seeker().passed(p.noted.ops.size());
+  Timeline ended = begin_next(p, noted);
+  if (noted && !ended.overflow) {
+    learn_order_locked(ended, p.previous);
+    use_order_locked(true);
+  }
+  p.asked = noted;
+  return ended;
+}
+
+void seek_loops(bool on) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  seeker().reset(on);
+  forget_steady_locked();
+  forget_order_locked();
+  use_order_locked(false);
+  if (on) begin_wait_for_loop();
+  if (on && counters.evictions.load() + counters.offloads.load() > 0) timeline_on = true;
+}
+
+static const ListensToCells forgets_beginnings({nullptr, [](Cell* c) { seeker().forget(c); }});
+
+}  // namespace memmgr::pager

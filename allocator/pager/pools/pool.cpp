@@ -1,0 +1,7 @@
+#include "pools/pool.h"
+
+namespace memmgr::pager {
+
+RoomMaker room_maker;
+
+}  // namespace memmgr::pager

@@ -1,0 +1,23 @@
+// Room that is kept for memory of other allocators.
+#pragma once
+
+#include "memmgr/core.h"
+
+namespace memmgr::pager {
+
+// Until it ends no allocation gets this room. Meanwhile what it is for is counted as outside.
+class Promised {
+ public:
+  Promised(mm_arena* arena, uint64_t nbytes) : arena_(arena), nbytes_(static_cast<int64_t>(nbytes)) {
+    mm_arena_promise_outside(arena_, nbytes_);
+  }
+  ~Promised() { mm_arena_promise_outside(arena_, -nbytes_); }
+  Promised(const Promised&) = delete;
+  Promised& operator=(const Promised&) = delete;
+
+ private:
+  mm_arena* arena_;
+  int64_t nbytes_;
+};
+
+}  // namespace memmgr::pager

@@ -1,0 +1,10 @@
+// Figures and their test doors.
+#pragma once
+
+#include <Python.h>
+
+namespace memmgr::pager {
+
+extern PyMethodDef figure_methods[];
+
+}  // namespace memmgr::pager

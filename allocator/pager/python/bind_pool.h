@@ -1,0 +1,10 @@
+// A pool by itself, for tests of devices.
+#pragma once
+
+#include <Python.h>
+
+namespace memmgr::pager {
+
+extern PyMethodDef pool_methods[];
+
+}  // namespace memmgr::pager

@@ -1,0 +1,10 @@
+// What Python's readers of raw bytes call.
+#pragma once
+
+#include <Python.h>
+
+namespace memmgr::pager {
+
+bool add_reader_functions(PyObject* module);
+
+}  // namespace memmgr::pager

@@ -1,0 +1,19 @@
+// Running a recipe again.
+#pragma once
+
+#include "base/tensors.h"
+#include "cells/types.h"
+
+namespace memmgr::pager {
+
+// Bytes for one argument of a run.
+struct Source {
+  void* data = nullptr;
+  StoragePtr own;  // set: nobody else wants the bytes, the run may have them
+};
+// Runs the recipe on these bytes (one source an entry of `tensors`), below autograd, functorch and modes, with its
+// numerics and a generator of its own. Returns the storages of its outputs, in the order of Recipe::outputs; null where
+// an output has none of its own.
+std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources);
+
+}  // namespace memmgr::pager

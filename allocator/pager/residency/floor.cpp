@@ -1,0 +1,56 @@
+#include "residency/floor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "cells/cell.h"
+#include "pools/scratch.h"
+
+namespace memmgr::pager {
+
+static std::atomic<uint64_t> floor_mark{0};
+
+void note_floor(uint64_t bytes) {
+  uint64_t seen = floor_mark.load(std::memory_order_relaxed);
+  while (seen < bytes && !floor_mark.compare_exchange_weak(seen, bytes)) {
+  }
+}
+
+uint64_t bytes_that_stay() {
+  const uint64_t all = mm_arena_resident(budget.arena);
+  const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                 // outputs, mostly
+  const uint64_t roots = may_be_offloaded() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
+  return all - std::min(all, elsewhere) + escaped_bytes.load() + held_bytes.load() + roots;
+}
+
+void note_working_set(uint64_t pinned_bytes, Share at_once) {
+  const uint64_t all = mm_arena_resident(budget.arena);
+  if (all > most_resident.load(std::memory_order_relaxed)) most_resident = all;  // two threads: one of them is enough
+  note_floor(bytes_that_stay() + at_once.of(pinned_bytes + scratch_peak()));
+}
+
+static thread_local uint64_t tl_refused_bytes = 0;
+static thread_local std::string tl_refused_text;
+std::string refusal() { return std::exchange(tl_refused_text, {}); }
+uint64_t refused_bytes() {
+  tl_refused_text.clear();
+  return std::exchange(tl_refused_bytes, 0);
+}
+void refuse_beside(uint64_t nbytes) { tl_refused_bytes += nbytes; }
+void note_refused() { note_floor(refused_bytes()); }
+uint64_t floor_bytes() { return floor_mark.load(); }
+std::atomic<uint64_t> most_resident{0};
+void reset_floor() { floor_mark = most_resident = 0; }
+
+void begin_refusal(uint64_t bytes, const std::string& text) {
+  tl_refused_bytes = bytes;
+  tl_refused_text = text;
+}
+
+FailedOp& failing_op() {
+  static thread_local FailedOp failed;
+  return failed;
+}
+FailedOp take_failed_op() { return std::exchange(failing_op(), {}); }
+
+}  // namespace memmgr::pager
