@@ -86,10 +86,11 @@ def test_a_planner_that_is_killed_again_and_again_is_left_alone(
     monkeypatch.setattr(plans, "make", os.abort)
     monkeypatch.setattr(plans, "Job", lambda *_: None)
     monkeypatch.setattr(PlannerProcess, "run", _with_no_arguments(PlannerProcess.run))
+    limit = int(need(GPT) * 0.55)
     torch.manual_seed(0)
     training = GPT()
     losses = []
-    with memmgr.budget(int(need(GPT) * 0.55), quiet=True, log=tmp_path / "run.jsonl"):
+    with memmgr.budget(limit, quiet=True, log=tmp_path / "run.jsonl"):
         for _ in range(STEPS):
             losses.append(training.step())
             settled()
@@ -98,7 +99,7 @@ def test_a_planner_that_is_killed_again_and_again_is_left_alone(
 
 
 def _with_no_arguments(run: Any) -> Any:
-    return lambda self, asker, function, arguments: run(self, asker, function, ())
+    return lambda self, asker, function, arguments, behind: run(self, asker, function, (), behind)
 
 
 def test_a_budget_that_closes_gives_up_what_is_planned(
