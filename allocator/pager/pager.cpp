@@ -23,6 +23,7 @@
 #include "cells/adoption.cpp"
 #include "cells/cell.cpp"
 #include "cells/cell_bytes.cpp"
+#include "cells/check_graph.cpp"
 #include "cells/copies.cpp"
 #include "cells/file_range.cpp"
 #include "cells/fixed_memory.cpp"

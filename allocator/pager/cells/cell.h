@@ -38,7 +38,11 @@ class Recycled {
   }
 
  private:
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr size_t kMost = 0;  // so that a use after the end is found
+#else
   static constexpr size_t kMost = 4096;
+#endif
   std::vector<T*> spare_;
 };
 Recycled<Cell>& cell_memory();

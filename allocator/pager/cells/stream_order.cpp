@@ -2,7 +2,6 @@
 
 #include "base/budget.h"
 #include "cells/cell.h"
-#include "pools/pool.h"
 
 namespace memmgr::pager {
 

@@ -17,6 +17,7 @@
 #include "base/thread_state.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
+#include "cells/check_graph.h"
 #include "cells/lifetime.h"
 #include "cells/pointer_trap.h"
 #include "cells/stream_order.h"
@@ -212,11 +213,12 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     return;
   if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0) {
     page(op, info, below, stack, nullptr);
-    return;
+  } else {
+    Moment moment;
+    page(op, info, below, stack, &moment);
+    moment.left();
   }
-  Moment moment;
-  page(op, info, below, stack, &moment);
-  moment.left();
+  if (C10_UNLIKELY(checks_graph) && tl_depth == 0 && tl_running_recipes == 0) check_graph_after_op();
 }
 
 // What a graph has touched lies in it as an address.

@@ -8,6 +8,7 @@
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/errors.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/tensors.h"
@@ -20,6 +21,7 @@
 #include "dispatch/op_need.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
+#include "guards/extension_ops.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
 #include "plan/op_in_timeline.h"

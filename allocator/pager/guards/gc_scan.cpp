@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/errors.h"
 #include "guards/extension_ops.h"
 
 namespace memmgr::pager {

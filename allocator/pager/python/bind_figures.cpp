@@ -7,9 +7,11 @@
 
 #include "base/budget.h"
 #include "base/deferred_drop.h"
+#include "base/errors.h"
 #include "base/kernel_slots.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
+#include "cells/check_graph.h"
 #include "cells/fixed_memory.h"
 #include "cells/mapped_range.h"
 #include "cells/types.h"
@@ -313,9 +315,32 @@ PyObject* py_check_arena(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// check_graph() -> the equation of cells/check_graph.h that does not hold, "": all hold
+PyObject* py_check_graph(PyObject*, PyObject*) { return PyUnicode_FromString(broken_equation().c_str()); }
+
+// miscount(bytes): held_bytes is wrong by so much, for the test that such a fault is found
+PyObject* py_miscount(PyObject*, PyObject* o) {
+  const long long bytes = PyLong_AsLongLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  held_bytes += static_cast<uint64_t>(bytes);
+  Py_RETURN_NONE;
+}
+
+// set_graph_checks(share): after ops, in so much of the time
+PyObject* py_set_graph_checks(PyObject*, PyObject* o) {
+  const double share = PyFloat_AsDouble(o);
+  if (PyErr_Occurred()) return nullptr;
+  set_graph_checks(share);
+  Py_RETURN_NONE;
+}
+
 }  // namespace
 
 PyMethodDef figure_methods[] = {
+    {"check_graph", py_check_graph, METH_NOARGS, "the equation of the graph that does not hold, or an empty text"},
+    {"miscount", py_miscount, METH_O, "adds to a sum, for a test"},
+    {"set_graph_checks", py_set_graph_checks, METH_O, "set_graph_checks(share of the time): checks after ops"},
     {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
     {"read_ahead", py_read_ahead, METH_O, "read_ahead(tensor) -> is it on its way? for tests"},
     {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},

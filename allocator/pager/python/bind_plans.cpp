@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/errors.h"
 #include "base/link.h"
 #include "ops/list_ops.h"
 #include "ops/op_info.h"

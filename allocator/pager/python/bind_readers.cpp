@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "base/budget.h"
+#include "base/errors.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
