@@ -48,7 +48,9 @@ void check_cell(const Cell* c, size_t index, Equations* all, Sums* sums) {
                " pins, of which ", int(c->standing_pins), " stand");
   if (!orphan && !(state & kDead)) {
     const Cell* of_storage = cell_of(static_cast<const c10::StorageImpl*>(c->storage._unsafe_get_target()));
-    all->require(of_storage == c, "the storage of cell ", c->serial, " has another cell");
+    // A storage that dies in another thread has no pointer any more; its count is zero before that.
+    all->require(of_storage == c || c->storage.use_count() == 0, "the storage of cell ", c->serial,
+                 " has another cell");
   }
   all->require(!c->version || c->version->cell == c, "the version of cell ", c->serial, " names another cell");
   if (!busy) {
