@@ -23,7 +23,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-fast test-all compiled test-ops test-foreign soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
+.PHONY: help setup demo test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -95,6 +95,17 @@ test-ops: setup ## all of PyTorch's operator database
 
 test-foreign: setup ## other people's tests, plain and with everything evicted, into docs/compatibility.md (FOREIGN_ARGS="--suite timm --limit 20")
 	$(PY) -P tests/foreign/run.py $(FOREIGN_ARGS)
+
+# The pager is compiled with the sanitizers into a cache of its own; loading it there ends with an error of AddressSanitizer, which has to
+# come first. Torch's own leaks are not ours.
+SANITIZED ?= tests/pager/test_graph.py tests/pager/test_rules.py tests/pager/test_names.py tests/pager/test_mapped.py \
+  tests/pager/test_slices.py tests/pager/test_pending.py tests/pager/test_read_ahead.py tests/pager/test_forks.py
+SANITIZE := CXX="g++ -fsanitize=address,undefined -g1" MEMMGR_CACHE=build/sanitized
+test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and UndefinedBehaviorSanitizer (SANITIZED="tests/pager")
+	@$(SANITIZE) $(PY) -c 'from memmgr.native import pager; pager.load()' >/dev/null 2>&1 || true
+	$(SANITIZE) ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=1 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(VENV)/bin/pytest -q --capture=sys -m "not slow" -p no:cacheprovider $(SANITIZED) $(PYTEST_ARGS)
 
 soak: setup ## a thousand steps, an hour of random threads that allocate, seed, train and fork, an hour of random ranks (SOAK_SECONDS=600)
 	MEMMGR_SOAK_SECONDS=$(or $(SOAK_SECONDS),3600) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/exactness/test_long_run.py \

@@ -47,6 +47,8 @@ def _run(command: str | tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 def _marks(command: str, name: str) -> list[pytest.MarkDecorator]:
     if not command.startswith(("python", "memmgr")):
         return [pytest.mark.slow]  # two ranks; tests/job/test_launch.py starts a script by torchrun, too
+    if name == "compiled":
+        return [pytest.mark.slow]  # a minute of compiling; tests/compiled_programs has such models
     needed = NEEDS.get(name)
     missing = needed is not None and importlib.util.find_spec(needed) is None
     return [pytest.mark.skip(reason=f"the package {needed} is not installed")] if missing else []

@@ -128,7 +128,7 @@ void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::Arr
     if (!large && (!to || !from || cell_of(to))) continue;  // an input's, or one of the large ones under another shape
     TORCH_CHECK(from && from->nbytes() == to->nbytes(), "memmgr: a second run has results of other sizes");
     if (!large) {
-      std::memcpy(pointer_of(to).get(), pointer_of(from).get(), to->nbytes());
+      if (to->nbytes() > 0) std::memcpy(pointer_of(to).get(), pointer_of(from).get(), to->nbytes());
       continue;
     }
     Cell* c = cell_of(to);
