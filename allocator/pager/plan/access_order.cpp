@@ -19,19 +19,19 @@ namespace memmgr::pager {
 
 namespace {
 
-constexpr uint32_t kRanksOfATurn = 16;  // in a turn the victims are put in order so often
-constexpr uint64_t kShareAhead = 8;     // of the budget, at most, is on its way back
+constexpr uint32_t kRanksOfATurn = 16;  // in one turn the victims are ranked so often
+constexpr uint64_t kShareAhead = 8;     // at most this share of the budget is being read ahead of its use
 
-constexpr uint32_t kNear = 32;       // places, at least, that a touch may be ahead of the one before
-constexpr uint32_t kShareNear = 16;  // or this part of all places
-constexpr uint32_t kLostAfter = 8;   // touches that are not near: the program is somewhere else
+constexpr uint32_t kNear = 32;       // a touch may be at least so many places ahead of the one before
+constexpr uint32_t kShareNear = 16;  // or this share of all places
+constexpr uint32_t kLostAfter = 8;   // touches that are not near: the program does something else
 
 struct TurnOrder {
-  std::vector<Cell*> cells;     // by place, from 1 on; null: it has died
-  std::vector<uint32_t> again;  // by place: where the same cell is touched next
+  std::vector<Cell*> cells;     // by place, from 1 on; null: the cell has ended
+  std::vector<uint32_t> again;  // by place: the place at which the same cell is touched next
   uint32_t astray = 0;          // touches that were not near
   uint64_t hash = 0;
-  bool used = false, whole = false;  // whole: none has died since
+  bool used = false, whole = false;  // whole: no cell of it has ended
   uint32_t at = 1, ranked_at = 1;
   uint64_t learned = 0, turn_ticks = 0;
 
@@ -164,8 +164,7 @@ static void order_was_used_locked() { turn_order().ranked_at = turn_order().at; 
 static const bool foretells =
     (next_touch = {&ticks_until_touch_locked, &order_has_moved_locked, &order_was_used_locked}, true);
 
-// Cells that were touched last and are touched late get a copy below: nobody waits for a write when their room is
-// needed.
+// Begins copies of cells that were touched just now and are touched late: their eviction then waits for no write.
 static void write_behind() {
   constexpr uint32_t kLooks = 16;
   constexpr size_t kMostWrites = 4;

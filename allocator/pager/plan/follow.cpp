@@ -25,15 +25,15 @@ namespace memmgr::pager {
 namespace {
 
 constexpr size_t kMostPlans = 16;
-constexpr size_t kMostLooks = 256;  // at what may go, under the graph's lock, for one request
+constexpr size_t kMostLooks = 256;  // departures looked at under the graph's lock, for one request
 
 struct Going {
   uint32_t ordinal;
-  uint32_t turn;  // which of its departures
+  uint32_t turn;  // the count of the cell's returns when it departed
   Way way;
 };
 
-// What departs in a group as soon as those that are made again there have read it.
+// A cell that departs in a group, as soon as the group's recipes that read it have run.
 struct Unread {
   uint32_t ordinal, reads = 0;
   bool departs = false;
@@ -44,12 +44,14 @@ struct Unread {
 struct Follower {
   std::list<FollowedPlan> plans;  // the latest first
   const FollowedPlan* leads = nullptr;
-  bool decided = false;                                      // a plan leads, or none does
-  size_t departures = 0, writes = 0, reads = 0, groups = 0;  // where its rows stand
+  bool decided = false;                                      // True once a plan leads, or none fits.
+  size_t departures = 0, writes = 0, reads = 0, groups = 0;  // the next action of each kind
   std::deque<Going> going;
-  std::vector<Going> gone;      // and may go again: made on the way to others, they have come back before their time
-  std::vector<uint32_t> turns;  // by ordinal, this period's and the one's before: the departure that counts; an older
-                                // one has been overtaken by its return
+  // Departures that are done. A cell that a rematerialization restored before its time departs again.
+  std::vector<Going> gone;
+  // By ordinal, of this period and of the one before: how often the plan has made the cell resident. A departure with a
+  // smaller number is void.
+  std::vector<uint32_t> turns;
   std::vector<uint32_t> deferred;  // reads that found no room
   std::vector<Unread> unread;      // of the group that runs
   bool ran_short = false;
@@ -92,7 +94,7 @@ uint32_t& turn_of(Follower& f, uint32_t ordinal) {
   return f.turns[at];
 }
 
-// Null: it has died, or is not the cell that the plan means.
+// Returns null if the cell has ended or is not the one that the plan means.
 Cell* cell_locked(const Follower& f, uint32_t ordinal) {
   if (!(ordinal & kBefore)) return cell_of_ordinal_locked(ordinal);
   return f.leads ? cell_before_locked(ordinal & ~kBefore, f.leads->hashes.back()) : nullptr;
@@ -108,7 +110,7 @@ Unread* unread_locked(Follower& f, uint32_t ordinal) {
   return found == f.unread.end() ? nullptr : &*found;
 }
 
-// A row of a group that makes nothing.
+// Handles an action of a group that rematerializes nothing.
 void depart_in_group_locked(Follower& f, const PlanRow& row) {
   Unread* unread = unread_locked(f, row.ordinal);
   if (row.what == Row::kRead) {
@@ -122,7 +124,7 @@ void depart_in_group_locked(Follower& f, const PlanRow& row) {
   }
 }
 
-// Nothing runs any more that could have read it.
+// Called when no recipe of the group can run that would read the cells.
 void end_group() {
   std::lock_guard<std::mutex> lock(graph_lock());
   Follower& f = follower();
@@ -131,8 +133,9 @@ void end_group() {
   f.unread.clear();
 }
 
-// The first of them in whose place the request fits as it is: its pages need not be moved, nor others be fetched. Not
-// what has no copy yet, for which everybody would wait. Else the first.
+// Returns the first departure whose block has the request's size: no pages are moved, and no other cell is evicted for
+// it. A cell without a copy does not count, as its eviction waits for a write. Without such a departure it is the first
+// one.
 std::deque<Going>::iterator place_of_locked(Follower& f, uint64_t request) {
   const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
   if (request < budget.options.small_bytes) return f.going.begin();
@@ -144,7 +147,8 @@ std::deque<Going>::iterator place_of_locked(Follower& f, uint64_t request) {
   return found != end ? found : f.going.begin();
 }
 
-// What the plan has away and what is there all the same is to go, too. False: there is none.
+// Moves cells that the plan has evicted and that are resident all the same to the pending departures. False: there is
+// none.
 bool go_again_locked(Follower& f) {
   std::vector<Going> gone;
   for (const Going& g : f.gone) {
@@ -160,7 +164,7 @@ bool go_again_locked(Follower& f) {
   return !f.going.empty();
 }
 
-// Reads that are due begin; what finds no room is tried again after the next op.
+// Begins the reads that are due. A read that finds no room is tried again after the next op.
 void read_ahead(std::vector<uint32_t> due) {
   std::vector<uint32_t> later;
   for (const uint32_t ordinal : due) {
@@ -177,7 +181,7 @@ void read_ahead(std::vector<uint32_t> due) {
     if (!begun && let_planned_go(c->nbytes, c->nbytes, true)) begun = begin_read(c);
     if (!begun) later.push_back(ordinal);
     drop(std::move(held));
-    if (!later.empty()) {  // in order: what comes first is wanted first
+    if (!later.empty()) {  // keeps the order: the first read is needed first
       for (const uint32_t other : due)
         if (other != ordinal && std::find(due.begin(), due.end(), other) > std::find(due.begin(), due.end(), ordinal))
           later.push_back(other);
@@ -190,7 +194,7 @@ void read_ahead(std::vector<uint32_t> due) {
   if (f.leads) f.deferred.insert(f.deferred.begin(), later.begin(), later.end());
 }
 
-// A recipe has run for others of its group: what waited for that departs.
+// A recipe has run for others of its group. Cells that waited for it depart.
 void has_been_read_locked(const Recipe* r) {
   Follower& f = follower();
   if (f.unread.empty()) return;
@@ -202,7 +206,7 @@ void has_been_read_locked(const Recipe* r) {
     }
 }
 
-// What is made again together, before the op at this position: what it shares is made once.
+// Rematerializes a group together, before the op at this position: shared intermediates are made once.
 void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<KeptRow> kept) {
   std::vector<uint32_t> ordinals;
   for (const PlanRow& row : rows)
@@ -216,7 +220,7 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       Follower& f = follower();
-      if (!f.leads) return;  // what waited has been forgotten with the plan
+      if (!f.leads) return;  // the waiting cells were forgotten with the plan
       if (row.what != Row::kMake) {
         depart_in_group_locked(f, row);
         continue;
@@ -230,7 +234,7 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     try {
       bring_back(c);
     } catch (const std::exception&) {
-      room = false;  // the op that needs it makes it with what it has pinned itself, and is told what is wrong
+      room = false;  // the op that needs the cell makes it with its own pins, and raises the error
     }
     unpin(c);
     drop(std::move(held));
@@ -263,8 +267,8 @@ void drop_plans() {
 bool plan_leads() { return leading.load(std::memory_order_relaxed); }
 bool plan_foretells() { return foretelling.load(std::memory_order_relaxed); }
 
-// Several may begin with the same ops, and what one does before they part would be done for the others. The one that
-// has come after this period before is likely to come again.
+// Several plans may begin with the same ops, and the one that leads until they part acts for all. The plan that
+// followed the period before last time is likely to follow it again.
 void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   Follower& f = follower();
   if (f.plans.empty() || (f.decided && !f.leads)) return;
@@ -337,14 +341,14 @@ uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
   if (!plan_leads()) return 0;
   uint64_t released = 0;
   bool again = false;
-  std::vector<Going> pinned;  // and what has no copy yet, where nobody waits
+  std::vector<Going> pinned;  // and with `ahead`, cells without a copy
   while (released < want) {
     Cell* c = nullptr;
     Going next{};
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       Follower& f = follower();
-      if (f.going.empty() && (std::exchange(again, true) || !go_again_locked(f))) break;  // once: some stay
+      if (f.going.empty() && (std::exchange(again, true) || !go_again_locked(f))) break;  // once: some stay resident
       const auto place = released == 0 ? place_of_locked(f, request) : f.going.begin();
       next = *place;
       f.going.erase(place);

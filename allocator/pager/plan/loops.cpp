@@ -24,14 +24,14 @@ constexpr size_t kLeastOps = 16;  // a shorter turn costs more to end than a pla
 constexpr size_t kFirstPatience = 64, kMostPatience = 100000;
 constexpr size_t kMostKnown = 8;  // loops
 
-// What is told to who waits.
+// The last turns, handed to the thread that waits for loops.
 struct Told {
   std::mutex& lock = taken_by_forks(new std::mutex);
   std::condition_variable ended;
   bool stop = false, fresh = false;
   Timeline timeline;
   Followed followed;
-  uint64_t hash = 0, same = 0;  // of the last one, and how often it came
+  uint64_t hash = 0, same = 0;  // hash: of the last turn; same: how often it came in a row
 };
 
 Told& told() {
@@ -96,7 +96,7 @@ bool LoopSeeker::begin_at(const OpInfo* info, const Frame& frame) {
 }
 
 bool LoopSeeker::begin_again(size_t ops, const OpInfo* info, const Frame& frame) {
-  if (at_.ops && ops <= at_.ops) return false;  // it may be a part of this one
+  if (at_.ops && ops <= at_.ops) return false;  // it may be a part of this loop
   const auto found = std::find_if(known_.begin(), known_.end(), [&](const Beginning& b) { return b.met(info, frame); });
   if (found == known_.end()) return false;
   at_ = *found;
@@ -136,7 +136,7 @@ LoopSeeker::Turn LoopSeeker::ends(const Timeline& turn, const OpInfo* info, cons
   if (better_ && n == better_ && begin_at(info, frame)) return Turn::kCut;
   if (n >= kLeastOps && at_.met(info, frame)) {
     patience_ = std::max(kFirstPatience, 2 * n);
-    better_ = 0;  // that op touched nothing of old
+    better_ = 0;  // the op at that position touched no old cell
     if (turn.before == turn.hash()) {
       settle(turn);
       if (!better_ && at_.ops != n) {

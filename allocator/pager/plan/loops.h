@@ -1,6 +1,6 @@
-// Periods of a program without a backward: the turns of the loop that it goes through (a token, a batch of an
-// evaluation), found in its ops alone. A loop is looked for where gradients are off and memory has been short: before
-// the first backward, and after one once more ops have run than in two passes.
+// Periods of a program without a backward: the turns of its loop (a token, a batch of an evaluation), found in its ops
+// alone. A loop is looked for where gradients are off and memory has been short. That is before the first backward, and
+// after a backward once more ops have run than in two passes.
 #pragma once
 
 #include <vector>
@@ -13,51 +13,51 @@
 
 namespace memmgr::pager {
 
-// Where a loop begins. An op, met again with the same cells, ends a turn; one that is not met again for long was not
-// in the loop, and the op at hand takes its place, for twice as long (Brent 1980, "An improved Monte Carlo
-// factorization algorithm", section 2). Once two turns were the same, the loop begins where the program did most
-// between two ops (what chooses the next token, what fetches the next batch): a new prompt then begins with a turn.
-// What is done for long between two ops once says nothing: of two turns the shorter time counts.
+// Finds where a loop begins. An op that comes again with the same cells ends a turn. An op that does not come again for
+// long was not in the loop: the current op replaces it, for twice as long (Brent 1980, "An improved Monte Carlo
+// factorization algorithm", section 2). Once two turns were the same, the beginning moves to the longest time between
+// two ops (the program chooses the next token there, or fetches the next batch): a new prompt then begins with a turn.
+// A time that was long only once does not count: the shorter of two turns' times is taken.
 //
-// Where a loop began is remembered: after a prompt, a training or another loop its turns begin there again, so they are
-// the ones that have a plan.
+// The beginning of a loop is remembered: after a prompt, a training or another loop its turns begin there again, so
+// they match their plan.
 //
-// Known limitations: of loops in loops it finds the inner one that is long enough. What several threads do at once
-// repeats itself by chance only. Guarded by the graph's lock.
+// Known limitations: of nested loops it finds the inner one that is long enough. Ops of several threads repeat
+// themselves only by chance. Guarded by the graph's lock.
 class LoopSeeker {
  public:
-  enum class Turn : uint8_t { kGoesOn, kCut, kWhole };  // cut: what was noted so far is no turn
+  enum class Turn : uint8_t { kGoesOn, kCut, kWhole };  // kCut: the ops noted so far are no turn
 
   void reset(bool wanted);
-  // A backward begins: from here on periods are asked for.
+  // A backward begins: periods are asked for until `reset`.
   void backward();
-  // What was noted so far was no pass, or a turn; a turn that repeats is a loop.
+  // The ops noted so far were no pass, or were a turn. A turn that repeats is a loop.
   void cut(size_t ops, bool repeats);
-  // The rest of what ends with a backward had so many ops. Where nothing in it was a loop, all of it was a pass.
+  // A backward ends a period whose last part had so many ops. If no part was a loop, all parts were one pass.
   void passed(size_t ops);
-  // No loop is looked for yet, and so many ops were noted: is this op the first of one?
+  // Returns true if this op is the first of a loop. No loop is known yet, and so many ops were noted.
   bool begins(bool asked, size_t ops, const OpInfo* info, const Frame& frame);
-  // What ends before this op.
+  // Returns how the noted ops end before this op.
   Turn ends(const Timeline& turn, const OpInfo* info, const Frame& frame);
   void forget(const Cell* c);
 
  private:
-  // An op that begins turns, known by the cells of old that it touches.
+  // An op that begins turns, recognized by the cells that it touches and that are older than the turn.
   struct Beginning {
     const OpInfo* info = nullptr;
-    c10::SmallVector<const Cell*, 4> cells;  // null: it has died
-    size_t ops = 0;                          // of a turn; 0: no two were the same yet
+    c10::SmallVector<const Cell*, 4> cells;  // null: the cell has ended
+    size_t ops = 0;                          // of a turn; 0: no two turns were the same yet
 
     bool lost() const;
     bool met(const OpInfo* op, const Frame& frame) const;
   };
 
-  // False: the op touches no cell that is old enough.
+  // Returns false if the op touches no cell that is old enough.
   bool begin_at(const OpInfo* info, const Frame& frame);
-  // The turn was the same as the one before: do turns begin where they should?
+  // The turn was the same as the one before: checks once if turns should begin at another op.
   void settle(const Timeline& turn);
   void remember();
-  // Another loop that is known begins.
+  // Continues another remembered loop if this op begins it.
   bool begin_again(size_t ops, const OpInfo* info, const Frame& frame);
 
   bool wanted_ = false, backwards_ = false;
@@ -66,14 +66,14 @@ class LoopSeeker {
   bool looped_ = false;
   Beginning at_;
   std::vector<Beginning> known_;   // of loops, the latest first
-  std::vector<float> between_;     // of the turn before, by position: seconds
-  uint64_t begun_ = ~uint64_t{0};  // the serial of what was made next then
+  std::vector<float> between_;     // seconds, by position, of the turn before
+  uint64_t begun_ = ~uint64_t{0};  // cells with smaller serials are older than the turn
   size_t patience_ = 0;            // ops
   size_t better_ = 0;              // the position at which turns shall begin instead; 0: they begin well
-  bool settled_ = false;           // and that will not be asked again
+  bool settled_ = false;           // True once `better_` was decided.
 };
 
-// Ops are noted as soon as memory is short.
+// True: ops are noted as soon as memory is short.
 extern std::atomic<bool> short_begins_loops;
 
 struct LoopTurn {
@@ -83,11 +83,11 @@ struct LoopTurn {
 void end_turn(LoopTurn turn);
 
 void begin_wait_for_loop();
-// Waits for a turn that was the same as the one before and had no plan that was enough; no more of the same than at
-// every doubling of their count. False: the budget ends.
+// Waits for a turn that was the same as the one before and was not followed to its end by a plan with enough room. Of
+// turns that stay the same it returns at each doubling of their count only. False: the budget ends.
 bool wait_for_loop();
 void end_wait_for_loop();
-// The last of them; false: it was taken already.
+// Takes the last such turn. False: it was taken already.
 bool take_loop(Timeline* ended, Followed* followed);
 
 }  // namespace memmgr::pager

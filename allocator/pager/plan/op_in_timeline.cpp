@@ -28,7 +28,7 @@ Timeline begin_next(Period& p, bool noted) {
   return ended;
 }
 
-// The turn that ends before this op, or the part that was noted before a loop was looked for.
+// Returns the turn that ends before this op, or the ops that were noted before a loop was looked for.
 std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& frame) {
   if (c10::GradMode::is_enabled() || p.noted.turn >= 0) return std::nullopt;
   auto how = LoopSeeker::Turn::kCut;
@@ -44,7 +44,7 @@ std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& 
   if (turn.whole) learn_order_locked(turn.ended, p.previous);
   if (turn.whole && turn.ended.before == turn.ended.hash()) keep_steady_locked(turn.ended, p);
   use_order_locked(true);
-  p.last_end = last_end;  // what the program did since then is a part of its turn
+  p.last_end = last_end;  // the time since then is a part of the new turn
   if (!turn.whole) p.noted.before = 0;
   return turn;
 }
@@ -82,7 +82,7 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
 void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer) {
   if (position_ < 0) {
     if (n == 0) return;
-    begins(info, Frame(), false);  // it has run: what is due comes with the next op
+    begins(info, Frame(), false);  // the op has run: actions that are due wait for the next op
     if (position_ < 0) return;
   }
   std::lock_guard<std::mutex> lock(graph_lock());
@@ -90,7 +90,7 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
   const auto at = static_cast<size_t>(position_);
   if (at + 1 != p.noted.ops.size()) return;  // another thread's op came between, or the period has ended
   OpNote& note = p.noted.ops[at];
-  // What nobody has written yet costs nothing to have again.
+  // An uninitialized output needs no recipe.
   const auto tell_recipe = [](TouchNote* t, const Cell* c) {
     const Version* v = c->version;
     if (v && (v->recipe || v->uninitialized)) t->flags |= kTouchRecipe;
@@ -102,7 +102,7 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
   }
   uint64_t bytes = 0;
   for (size_t i = 0; i < n; ++i) {
-    if (made[i]->period == p.number) continue;  // the same twice
+    if (made[i]->period == p.number) continue;  // the op returned the same cell twice
     touch_locked(p, made[i], false, true);
     tell_recipe(&p.noted.touches.back(), made[i]);
     bytes += made[i]->nbytes;

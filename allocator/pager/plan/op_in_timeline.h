@@ -1,4 +1,4 @@
-// An op in the timeline: it is noted, the plan is followed, and reads begin; and where periods end.
+// An op in the timeline: the op is noted, the plan is followed, reads begin, and periods end.
 #pragma once
 
 #include "cells/types.h"
@@ -8,14 +8,14 @@
 
 namespace memmgr::pager {
 
-// One op's place in the timeline; made by the kernel for ops that touch cells, outermost ones only.
+// The place of one op in the timeline. The kernel makes it for outermost ops that touch cells.
 class Moment {
  public:
-  // Before the op's cells are pinned: what a plan wants before it is begun.
+  // Called before the op's cells are pinned. Begins the plan's actions that are due before the op.
   void begins(OpInfo* info, const Frame& frame, bool follow = true);
-  // After it ran; what it made is still held by its caller.
+  // Called after the op ran. The caller still holds the op's outputs.
   void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer = {});
-  // Nothing is pinned any more: what a plan lets go after it may.
+  // Called when the op's pins have ended. Begins the plan's actions that are due after the op.
   void left();
 
  private:
@@ -23,12 +23,12 @@ class Moment {
   bool ended_ = false;
 };
 
-// An outermost backward begins here.
+// Called where an outermost backward begins.
 void turn_period();
-// Begins the next period, and hands over what was noted of the one that ends; empty where it was not noted.
+// Begins the next period. Returns the timeline of the one that ends; empty: it was not noted.
 Timeline next_period(bool noted);
 
-// Turns of loops are wanted, until the budget ends.
+// Turns of loops are looked for until the budget ends.
 void seek_loops(bool on);
 
 }  // namespace memmgr::pager

@@ -23,11 +23,11 @@ Period& period_locked() {
 
 namespace {
 
-// The last turn of a loop that was the same as the one before. Guarded by the graph's lock.
+// The last turn of a loop that equalled the turn before it. Guarded by the graph's lock.
 struct Steady {
   uint64_t hash = 0;
-  std::vector<std::pair<uint32_t, Cell*>> cells;  // by ordinal, those that live on; null: it has died since
-  uint64_t until = 0;                             // serials from here on are of cells that came later
+  std::vector<std::pair<uint32_t, Cell*>> cells;  // by ordinal, the cells that live on; null: the cell has ended
+  uint64_t until = 0;                             // cells with this serial or a later one were made after the turn
 };
 
 Steady& steady() {
@@ -40,7 +40,7 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
   return hash * 0xD6E8FEB86659FD93ull;
 }
 
-// The ordinal of a cell, given now if it has none.
+// Returns the ordinal of a cell. A cell without one gets the next.
 uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
   *first = c->period != p.number;
   if (*first) {
@@ -55,8 +55,8 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
   return c->ordinal;
 }
 
-// The first periods of a budget, of which plans are made, and one in 16 later: two points take an op two microseconds
-// (an H100's host: 0.9 each).
+// The first periods of a budget are timed, since plans are made of them, and later one in 16. Two points cost an op two
+// microseconds (an H100's host: 0.9 each).
 constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
 uint32_t timed_periods = 0;  // under the graph's lock
 
@@ -135,7 +135,7 @@ void OpTimer::begin() {
     std::lock_guard<std::mutex> lock(graph_lock());
     points_ = period_locked().noted.points;
   }
-  if (!points_) return;  // the period has ended meanwhile
+  if (!points_) return;  // the period has ended in between
   waits_ = waits_of_device();
   begins_ = mm_points_add(points_.get(), budget.pool->stream());
 }
@@ -175,7 +175,7 @@ void take_device_times(Timeline* t) {
     float& least = op.waited ? like.waited : like.clean;
     if (took >= 0) least = least < 0 ? took : std::min(least, took);
     if (like.clean >= 0 || like.waited >= 0) op.seconds = like.clean >= 0 ? like.clean : like.waited;
-    // The host may be far ahead: then the device is not idle while it is between two ops.
+    // The host may be far ahead of the device, which is then not idle between two ops.
     const double gap = last < 0 ? -1 : mm_points_between(points.get(), last, op.begins);
     if (gap >= 0) op.before = std::min(op.before, static_cast<float>(gap));
     last = op.ends;
