@@ -31,7 +31,7 @@ PyObject* exported(PyObject* self, PyObject* args, PyObject* kwargs);
 
 Export exports[] = {{"_to_dlpack", &exported<0>}, {"_to_dlpack_versioned", &exported<1>}};
 
-// False with Python's error.
+// Returns false with Python's error set.
 bool escape_first(PyObject* args) {
   PyObject* o = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : nullptr;
   if (!o || !budget.open || !THPVariable_Check(o)) return true;
@@ -65,7 +65,7 @@ void watch_exports(bool on) {
   PyObject* torch = PyImport_ImportModule("torch._C");
   for (Export& e : exports) {
     PyObject* f = torch ? PyObject_GetAttrString(torch, e.name) : nullptr;
-    // Python's wrappers may stand before it; whoever calls it, and by whatever name, comes through its definition.
+    // Python's wrappers may surround the function. All names for it share its definition.
     while (f && !PyCFunction_Check(f) && PyObject_HasAttrString(f, "__wrapped__"))
       Py_SETREF(f, PyObject_GetAttrString(f, "__wrapped__"));
     PyMethodDef* d = f && PyCFunction_Check(f) ? reinterpret_cast<PyCFunctionObject*>(f)->m_ml : nullptr;

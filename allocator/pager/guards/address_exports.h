@@ -1,5 +1,6 @@
-// Functions of torch that hand an address out for good and that modules import by name, where a wrapper on torch's own
-// attribute is not met: to_dlpack. While a budget is open they escape what they are given before they run (rule 9).
+// Functions of torch that hand out an address for good and that modules import by name: to_dlpack. A wrapper on torch's
+// attribute would miss such a name. While a budget is open these functions escape their argument before they run (rule
+// 9).
 #pragma once
 
 namespace memmgr::pager {

@@ -68,7 +68,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
   self->region = self->reader = self->held = false;
   PyObject* result = guarded([&]() -> PyObject* {
-    if (queues && budget.open) note_stream();  // whoever reads may queue no op
+    if (queues && budget.open) note_stream();  // the reader may queue no op
     for (const StoragePtr& s : storages) finish_pending_of(s.get());
     PyThreadState* saved = PyEval_SaveThread();
     size_t next = 0;
@@ -89,7 +89,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
         bring_back(c);
         if (written) begin_new_version(c);
       }
-    } catch (const c10::OutOfMemoryError&) {  // the others have to be in memory at once, too
+    } catch (const c10::OutOfMemoryError&) {  // the other storages have to be in memory at the same time
       std::unordered_set<const c10::StorageImpl*> others;
       for (size_t i = next; i < storages.size(); ++i)
         if (const Cell* c = cell_of(storages[i].get()); c && others.insert(storages[i].get()).second)

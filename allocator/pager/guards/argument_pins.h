@@ -1,4 +1,4 @@
-// Pins of Python's: they keep the bytes of tensors where they are while a call that reads them runs (rule 9: scoped).
+// Pins that Python holds: they keep the bytes of tensors in place while a call reads them (rule 9: scoped).
 #pragma once
 
 #include <Python.h>
@@ -9,10 +9,10 @@
 
 namespace memmgr::pager {
 
-// A pin of these. region: this thread's ops are not paged meanwhile, since whoever called reads what they make without
-// an op. reader: it lives as long as a call of this thread, which has said whether it writes. hardly: it reads one
-// element, so that a mapped storage for which there is no room stays where it is.
-// Null with Python's error set.
+// Returns an object that pins these storages; null with Python's error set. region: this thread's ops are not paged
+// while it lives, since the caller reads their outputs without an op. reader: it lives as long as a call of this thread
+// that has declared its writes. hardly: the call reads one element, so a mapped storage that finds no room stays in its
+// mapping.
 PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader, bool hardly = false);
 bool prepare_pins();  // once
 

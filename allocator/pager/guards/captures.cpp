@@ -16,7 +16,7 @@ namespace memmgr::pager {
 
 namespace {
 
-// Both, held: what was evicted, and what would fit beside the rest.
+// Returns the absent cells with their storages: the evicted ones, or the others.
 std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
   std::vector<std::pair<Cell*, StoragePtr>> found;
   std::lock_guard<std::mutex> lock(graph_lock());
@@ -43,8 +43,7 @@ void begin_capture() {
   }
   finish_all_pending();
   finish_transfers();
-  const bool may_evict =
-      std::exchange(budget.options.may_evict, false);  // for their room others are only written below
+  const bool may_evict = std::exchange(budget.options.may_evict, false);  // room for them is made by offloading only
   try {
     for (auto gone = absent(true); !gone.empty(); gone = absent(true)) bring_back_each(gone, false);
     bring_back_each(absent(false), true);
@@ -57,7 +56,7 @@ void begin_capture() {
   budget.pool->settle();
   {
     std::lock_guard<std::mutex> lock(graph_lock());
-    for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // nobody has to wait in the graph
+    for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // no stream waits inside the graph
   }
   nothing_leaves(true);
   captures++;

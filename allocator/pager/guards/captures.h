@@ -1,11 +1,13 @@
-// Graphs that are captured while a budget is open: what lies in a graph is an address for good.
+// Graphs that are captured while a budget is open. A graph stores addresses, so no cell moves until the last capture
+// ends.
 #pragma once
 
 #include <atomic>
 
 namespace memmgr::pager {
 
-// What was evicted is back, no recipe is left, and nothing leaves until the end. Throws where there is no room for it.
+// Restores the evicted cells, cuts all recipes, and freezes eviction until the end. Throws if the evicted cells find no
+// room.
 void begin_capture();
 void end_capture();
 void forget_captures();

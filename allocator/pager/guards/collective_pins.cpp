@@ -35,7 +35,7 @@ Works& works() {
   return *w;
 }
 
-// Some backends say so in wait() only, and some never.
+// Some backends report the end in wait() only, and some never.
 bool completed(Target* work) {
 #ifdef MEMMGR_HAS_WORKS
   auto* w = dynamic_cast<c10d::Work*>(work);
@@ -45,7 +45,7 @@ bool completed(Target* work) {
 #endif
 }
 
-// Takes out those for which `ended` and gives back what they had pinned.
+// Removes the works for which `ended` returns true, and ends their pins.
 template <class Ended>
 void end_works(Ended&& ended) {
   std::vector<Cell*> done;
@@ -84,7 +84,7 @@ void keep_until_done(const c10::intrusive_ptr<Target>& work, std::vector<Cell*> 
 }
 
 void poll_works() {
-  // Asked without the lock: a Work that is written in Python takes the GIL.
+  // Called without the lock: a Work that is written in Python takes the GIL.
   std::vector<c10::intrusive_ptr<Target>> living;
   {
     Works& w = works();

@@ -31,8 +31,8 @@ struct GuardedHook {
   Hook hook;
 };
 
-// What torch asks of autograd, handed on. Nothing is marked as overriding: a version of torch that asks for more leaves
-// this class abstract, and its hooks unguarded, instead of memmgr without a pager.
+// Forwards torch's calls to autograd. No function is marked `override`: if a version of torch adds a pure function this
+// class is abstract. Hooks are then not guarded, and memmgr works otherwise.
 class Guarding : public Interface {
  public:
   explicit Guarding(Interface* torch) : torch_(torch) {}

@@ -5,9 +5,9 @@
 
 namespace memmgr::pager {
 
-// From here on those that are registered are guarded: what they are given stays in memory while they run.
+// Guards the hooks that are registered from now on: their tensors are resident and pinned while they run.
 void guard_new_hooks();
-// Those that a tensor has. The caller knows that no thread runs them meanwhile.
+// Guards the hooks that a tensor has. The caller ensures that no thread runs them during the call.
 void guard_hooks_of(const at::Tensor& t);
 
 }  // namespace memmgr::pager

@@ -24,7 +24,7 @@ std::atomic<int> reducers_listening{0};
 #ifdef MEMMGR_HAS_REDUCER
 namespace {
 
-// Names its protected members.
+// Gives access to the reducer's protected members.
 struct Open : c10d::Reducer {
   static const auto& buckets(const c10d::Reducer& r) { return r.*(&Open::buckets_); }
   static const auto& parameters(const c10d::Reducer& r) { return r.*(&Open::params_); }
@@ -60,7 +60,7 @@ std::vector<StoragePtr> storages_of_reducer(PyObject* object, bool gradients) {
       found.push_back(StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()));
   };
   for (const auto& bucket : Open::buckets(reducer)) add(bucket.gradients);
-  // Gradients of earlier backwards are looked at where this one does not reach their parameters.
+  // The reducer reads gradients of earlier backwards where this one does not reach their parameters.
   if (gradients || Open::finds_unused(reducer))
     for (const at::Tensor& p : Open::parameters(reducer)) add(p.grad());
   return found;
@@ -80,7 +80,7 @@ struct Last {
 
 struct Accumulated {
   std::mutex lock;
-  std::vector<Last> all;  // one a thread
+  std::vector<Last> all;  // one for each thread
 };
 
 Accumulated& accumulated() {
@@ -88,7 +88,8 @@ Accumulated& accumulated() {
   return *a;
 }
 
-// What `node` has touched, in this thread; the caller empties `before`, of another node, outside of the lock.
+// Returns the cells that `node` has touched in this thread. The cells of another node move to `before`, whose pins the
+// caller ends outside of the lock.
 std::vector<Cell*>& touched_locked(const void* node, std::vector<Cell*>* before) {
   for (Last& last : accumulated().all)
     if (last.thread == std::this_thread::get_id()) {

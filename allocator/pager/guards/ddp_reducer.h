@@ -1,4 +1,4 @@
-// What DDP's reducer looks at outside of ops: its buckets, and the gradients that were accumulated last (rule 3).
+// Memory that DDP's reducer reads outside of ops: its buckets, and the gradients that were accumulated last (rule 3).
 #pragma once
 
 #include <Python.h>
@@ -8,19 +8,19 @@
 
 namespace memmgr::pager {
 
-// The storages that the reducer reads in this backward; none if it waits for no gradient. `gradients`: those that its
-// parameters have already, too. The Python object is a c10d Reducer.
+// Returns the storages that the reducer reads in this backward; none if it waits for no gradient. `gradients`: also the
+// gradients that its parameters have already. The Python object is a c10d Reducer.
 std::vector<StoragePtr> storages_of_reducer(PyObject* reducer, bool gradients);
 
-// Is it about to make its buckets anew, and to copy gradients that are there into them?
+// Returns true if the reducer is about to rebuild its buckets and to copy present gradients into them.
 bool moves_gradients(PyObject* reducer);
 
-// A backward with reducers that wait begins or ends.
+// A backward whose reducers wait for gradients begins or ends.
 void reducers_listen(bool begin);
 extern std::atomic<int> reducers_listening;
 
-// After an op, while reducers listen: what AccumulateGrad has touched stays until it touches the next gradient, since
-// the reducer's hook runs in between.
+// Called after an op while reducers listen. Cells that AccumulateGrad has touched stay pinned until it touches the next
+// gradient, since the reducer's hook runs in between.
 void keep_accumulated(const Frame& frame);
 void keep_accumulated(const c10::IValue& view);
 

@@ -20,12 +20,12 @@ void escape(Cell* c, Escape why) {
   pin(c, ticks());
   try {
     bring_back(c);
-    if (c->filled_on != kNotFilled) {  // whoever has the address waits for nobody
+    if (c->filled_on != kNotFilled) {  // a reader of the address waits for no stream
       c->pool->settle();
       c->filled_on = kNotFilled;
     }
     settle_late_slices();
-    begin_new_version(c);  // whoever has the address may write there at any time
+    begin_new_version(c);  // a holder of the address may write there at any time
   } catch (...) {
     unpin(c);
     throw;
@@ -49,8 +49,9 @@ void foreign_write(c10::StorageImpl* s) {
   if (!c || !budget.open.load() || c->newborn || c->escape != Escape::kNone) return;
   const bool called = tl_depth > 0 || tl_readers > 0 || tl_regions > 0;
   if (c->state.load() & kPinMask) {
-    // An op, a reader or a region of this thread has it pinned, and has said what it writes; or a piece of an op that
-    // is under way elsewhere. What others have pinned for themselves is written to all the same.
+    // If this thread is in an op, a reader or a region, the pin counts as theirs, and their writes are declared. A
+    // thread that runs a part of another thread's op does not write unseen either. In all other cases the pin belongs
+    // to another thread, and the write is foreign.
     if (called || at::in_parallel_region() || is_backends_thread()) return;
   } else if (called && !tl_foreign) {
     return;

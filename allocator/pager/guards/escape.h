@@ -5,10 +5,10 @@
 
 namespace memmgr::pager {
 
-// Brings the cell back, pins it for as long as its storage lives, and makes it nobody's recipe's input again: whoever
-// has the address may write there at any time. The caller holds its storage.
+// Restores the cell, pins it for as long as its storage lives, and ends its use as an input of recipes: a holder of the
+// address may write there at any time. The caller holds the storage.
 void escape(Cell* c, Escape why);
-// A write that no op announces.
+// Handles a write that no op declares.
 void foreign_write(c10::StorageImpl* s);
 
 }  // namespace memmgr::pager

@@ -33,12 +33,12 @@ ForeignScope::~ForeignScope() {
   Trash trash;
   std::lock_guard<std::mutex> lock(graph_lock());
   for (const WeakStorage& weak : kept_) {
-    // One that has ended has no cell, and a cell of a later budget has a serial of its own.
+    // A storage that has ended has no cell, and a cell of a later budget has another serial.
     Cell* c = cell_of(weak._unsafe_get_target());
     if (!c || !serials_.count(c->serial) || c->standing_pins == 0) continue;
     stand_unpinned_locked(c);
     if (outer_ || !c->newborn) continue;
-    // Whoever could write to it without telling has returned.
+    // The foreign call that could write to it unseen has ended. The new version is final.
     new_version_locked(c, &trash);
     end_newborn_locked(c);
   }
@@ -89,11 +89,11 @@ void ForeignCall::begin() {
 namespace {
 
 struct Guarded {
-  PyObject* function;  // a weak reference: some are made while a program runs
+  PyObject* function;  // a weak reference: some functions are made while a program runs
   PyCFunction original;
 };
 
-// By what pybind11 binds to each function as its self: the record of its overloads. Guarded by the GIL.
+// By the object that pybind11 binds to each function as its self: the record of its overloads. Guarded by the GIL.
 std::unordered_map<PyObject*, Guarded>& guarded_functions() {
   static auto* g = new std::unordered_map<PyObject*, Guarded>;
   return *g;
@@ -110,7 +110,7 @@ THPObjectPtr alive(const Guarded& g) {
 #endif
 }
 
-// Each object in these containers.
+// Visits each object in these containers.
 template <class Visit>
 void for_each_in(PyObject* o, const Visit& visit, int depth = 0) {
   if (depth < 8 && (PyTuple_Check(o) || PyList_Check(o))) {
@@ -130,11 +130,11 @@ void collect(PyObject* in, std::vector<StoragePtr>* found) {
   });
 }
 
-// Calls `call` with these in memory, pinned and counted as written.
+// Calls `call` with these storages in memory, pinned and counted as written.
 template <class Call>
 PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
   PyObject* pin = guarded([&] {
-    finish_all_pending();  // it may know of tensors that are not among its arguments
+    finish_all_pending();  // the call may use tensors that are not among its arguments
     return new_pin(std::move(storages), true, false, true);
   });
   if (!pin) return nullptr;
@@ -151,7 +151,7 @@ PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
   return result;
 }
 
-// `visit` shows the arguments, `call` calls the original with them.
+// `visit` collects the arguments' storages, `call` calls the original.
 template <class Visit, class Call>
 PyObject* call_guarded(PyObject* self, Visit&& visit, Call&& call) {
   const auto found = guarded_functions().find(self);
@@ -190,7 +190,7 @@ PyObject* call_with_array(PyObject* self, PyObject* const* args, Py_ssize_t n, P
       });
 }
 
-// Whoever makes functions all the time does not fill the memory with what they were.
+// Drops entries of functions that have ended, so that a program that keeps making functions does not fill the memory.
 void forget_ended() {
   static size_t enough = 1024;
   auto& all = guarded_functions();
@@ -211,10 +211,11 @@ PyCFunction erased(F* f) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
 }
 
-// What takes the place of the C function of one that pybind11 has bound; null: it has not.
+// Returns the function that replaces the C function of one that pybind11 has bound. Null: pybind11 has not bound it.
 PyCFunction guarding(PyObject* function) {
   PyObject* self = PyCFunction_CheckExact(function) ? PyCFunction_GET_SELF(function) : nullptr;
-  if (!self || PyModule_CheckExact(self)) return nullptr;  // so that its definition, which lies anywhere, is not read
+  // The definition of a function of a module is not read: it may lie anywhere.
+  if (!self || PyModule_CheckExact(self)) return nullptr;
   // Each function of pybind11 has a self of its own, the record of its overloads.
   if (!PyCapsule_CheckExact(self) && !std::strstr(Py_TYPE(self)->tp_name, "function_record")) return nullptr;
   const int flags = reinterpret_cast<PyCFunctionObject*>(function)->m_ml->ml_flags;
@@ -258,7 +259,7 @@ bool guard_function(PyObject* function, Libraries* libraries) {
     return false;
   }
   Guarded& g = guarded_functions()[PyCFunction_GET_SELF(function)];
-  Py_XDECREF(g.function);  // of one that has ended, and whose address this one has
+  Py_XDECREF(g.function);  // of a function that has ended and had the same self
   g = {weak, def->ml_meth};
   def->ml_meth = guarded;
   forget_ended();
@@ -284,14 +285,14 @@ void unguard_functions() {
   }
 }
 
-// ---- what runs above the kernel ----
+// ---- calls above the kernel ----
 
 MEMMGR_PRIVATE_MEMBER(SavedOfContext, torch::autograd::AutogradContext, saved_variables_)
 MEMMGR_PRIVATE_MEMBER(DataOfSaved, torch::autograd::SavedVariable, data_)
 
 namespace {
 
-// How every CppNode<T> begins.
+// The beginning of every CppNode<T>.
 struct CustomNode : torch::autograd::Node {
   torch::autograd::AutogradContext context;
 };
@@ -332,7 +333,7 @@ at::CallbackHandle watch(at::RecordScope scope) {
 }  // namespace
 
 void watch_foreign_calls() {
-  // Filled before the callback that reads it is there; an op that is registered later needs a new one.
+  // Filled before the callback that reads it is registered. An op that is registered later needs a new callback.
   std::unordered_set<c10::OperatorName> found;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
@@ -355,10 +356,10 @@ void forget_foreign_calls() {
   listen(kForeignCalls, false);
 }
 
-// ---- who links libtorch ----
+// ---- libraries that link libtorch ----
 
 const std::vector<std::string>& libraries_that_use_torch() {
-  // Again only where the loader says that a library has come or gone: it is asked at every opening.
+  // Searched again only if the loader has added or removed a library since: it is called whenever a budget opens.
   struct Known {
     unsigned long long adds = 0, subs = 0;
     std::vector<std::string> paths;

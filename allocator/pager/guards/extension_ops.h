@@ -1,4 +1,4 @@
-// C++ that is not torch's: it takes addresses and then allocates, or writes, without an op (rules 3, 4 and 9).
+// C++ that is not torch's. It takes addresses and then allocates, or writes without an op (rules 3, 4 and 9).
 #pragma once
 
 #include <ATen/record_function.h>
@@ -16,8 +16,8 @@
 
 namespace memmgr::pager {
 
-// While one lives, whatever this thread's ops touch or make stays where it is as long as its storage lives, and no
-// recipe is noted: the foreign code may have its address, and change its bytes between two ops.
+// While a scope lives, each cell that this thread's ops touch or make stays where it is as long as its storage lives,
+// and no recipe is recorded. The foreign code may have the address, and change the bytes between two ops.
 class ForeignScope {
  public:
   ForeignScope();
@@ -35,8 +35,8 @@ class ForeignScope {
   std::unordered_set<uint64_t> serials_;
 };
 
-// Foreign code runs while one lives. What is put into its frame before it begins is in memory, pinned, and counts as
-// written.
+// Foreign code runs while a call lives. Cells that are put into its frame before `begin` are resident and pinned, and
+// count as written.
 struct ForeignCall final : at::ObserverContext {
   ForeignCall();
   ~ForeignCall() override;
@@ -46,7 +46,7 @@ struct ForeignCall final : at::ObserverContext {
   ForeignScope scope;
 };
 
-// Libraries by their paths, and what lies in them.
+// Libraries, given by their paths. Checks if code lies in one of them.
 class Libraries {
  public:
   explicit Libraries(PyObject* paths);  // a list
@@ -58,19 +58,19 @@ class Libraries {
   std::unordered_map<const void*, bool> known_;
 };
 
-// A function that was bound by pybind11, in one of these libraries if any are named: from here on its tensors are
-// resident and pinned while it runs, and count as written; what functions it returns are guarded, too. True: it is one,
-// and was not guarded yet. The GIL is held.
+// Guards a function that pybind11 has bound, in one of these libraries if any are named. Its tensors are then resident
+// and pinned while it runs, and count as written. Functions that it returns are guarded, too. True: the function is
+// guarded now and was not before. The GIL is held.
 bool guard_function(PyObject* function, Libraries* libraries = nullptr);
 void unguard_functions();
-// Calls it with the same care; the GIL is held.
+// Calls the function with the same care. The GIL is held.
 PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs);
 
-// The loaded libraries that name symbols of c10: who does not has no way to a tensor's bytes.
+// Returns the loaded libraries that name symbols of c10. Other libraries have no access to a tensor's bytes.
 const std::vector<std::string>& libraries_that_use_torch();
 
-// What runs above the kernel is caught by observers, from here on: ops of foreign namespaces whose C++ kernels are
-// composite or autograd's own, and the backwards of autograd functions that are written in C++.
+// Registers observers for calls above the kernel: ops of foreign namespaces whose C++ kernels are composite or
+// autograd's own, and the backwards of autograd functions that are written in C++.
 void watch_foreign_calls();
 void forget_foreign_calls();
 

@@ -18,7 +18,8 @@ struct Search {
   PyObject* types;
   std::optional<Libraries> libraries;
   std::vector<THPObjectPtr> found;
-  std::array<PyTypeObject*, 256> others{};  // types that are none of these; most objects are of a few dozen
+  // A cache of types that are not searched for; most objects have one of a few dozen types
+  std::array<PyTypeObject*, 256> others{};
 
   void look_at(PyObject* o) {
     if (libraries && PyCFunction_CheckExact(o)) {
@@ -37,8 +38,8 @@ struct Search {
 };
 
 #if PY_VERSION_HEX < 0x030C0000
-// Python 3.11's lists of what its collector knows, one for each generation (pycore_gc.h). Its own function makes a list
-// of all objects, which takes as long again as to look at them.
+// Python 3.11's lists of the objects that its collector tracks, one for each generation (pycore_gc.h). Python's own
+// function makes a list of all objects, which takes as long again as looking at them.
 struct CollectorLink {
   CollectorLink* next;
   uintptr_t previous_and_flags;
@@ -53,7 +54,7 @@ struct Generation {
 };
 constexpr int kGenerations = 3;
 
-// From both ends: who follows a list waits for memory at each object, and two waits at a time take half as long.
+// Visits a list from both ends. Each object is a wait for memory, and two waits at a time take half as long.
 void visit_list(const CollectorLink* head, Search& search) {
   CollectorLink *front = head->next, *back = head->previous();
   while (front != head) {
@@ -67,7 +68,8 @@ void visit_list(const CollectorLink* head, Search& search) {
 }
 
 bool visit_objects(Search& search) {
-  THPObjectPtr youngest(PyList_New(0));  // what is new is the last of the first list, and its next one the head
+  // A new object is the last of the first list, and its successor is the list's head
+  THPObjectPtr youngest(PyList_New(0));
   if (!youngest) return false;
   const auto* first = reinterpret_cast<const Generation*>((reinterpret_cast<CollectorLink*>(youngest.get()) - 1)->next);
   for (int i = 0; i < kGenerations; ++i) visit_list(&first[i].head, search);
@@ -85,9 +87,9 @@ bool visit_objects(Search& search) {
 }
 #endif
 
-// objects_of(types[, libraries]) -> the objects of these types, or of subtypes, that the garbage collector knows, and
-// the functions that pybind11 has bound in these libraries. All that it knows comes and goes without a bytecode in
-// between: another thread would find references that are not its own.
+// objects_of(types[, libraries]) -> the tracked objects of these types or of subtypes, and the functions that pybind11
+// has bound in these libraries. References are taken and dropped without a bytecode in between: otherwise another
+// thread would find references that are not its own.
 PyObject* py_objects_of(PyObject*, PyObject* args) {
   PyObject *types, *libraries = nullptr;
   if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &types, &PyList_Type, &libraries)) return nullptr;

@@ -1,4 +1,4 @@
-// The search for living objects of Python's: tensors, models, optimizers.
+// The search for living Python objects: tensors, models, optimizers.
 #pragma once
 
 #include <Python.h>

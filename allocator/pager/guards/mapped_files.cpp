@@ -36,7 +36,7 @@ namespace memmgr::pager {
 
 namespace {
 
-// Makes an absent cell busy whose bytes are below; `in_file`: only one whose file is its copy.
+// Makes an absent cell busy whose bytes are in the tier. `in_file`: only if the file is its copy.
 bool begin_move_below(Cell* c, bool in_file) {
   uint32_t absent = kAbsent;
   std::lock_guard<std::mutex> lock(graph_lock());
@@ -44,7 +44,7 @@ bool begin_move_below(Cell* c, bool in_file) {
   return below && c->absence == Absence::kOffloaded && c->state.compare_exchange_strong(absent, kAbsent | kBusy);
 }
 
-// The bytes of a resident cell are in other memory from here on. Returns the memory that they were in.
+// Gives a resident cell other memory for its bytes. Returns the memory that they were in.
 at::DataPtr put_locked(Cell* c, at::DataPtr bytes) {
   at::DataPtr before = std::move(c->bytes);
   c->bytes = std::move(bytes);
@@ -53,7 +53,7 @@ at::DataPtr put_locked(Cell* c, at::DataPtr bytes) {
   return before;
 }
 
-// True if the file still has the bytes of the cell. The caller has the cell busy, and the file is its copy.
+// Returns true if the file still has the bytes of the cell. The caller has the cell busy, and the file is its copy.
 bool file_agrees(Cell* c) {
   const MappedRange& range = *c->range;
   if (mm_tier_check_lent(budget.tier, c->slot) < 0) return false;
@@ -65,7 +65,7 @@ bool file_agrees(Cell* c) {
   return agrees;
 }
 
-// Makes the cell busy, resident or with its file as the only copy. Null, or the reason why that cannot be.
+// Makes the cell busy, resident or with its file as the only copy. Returns null, or the reason why that is impossible.
 const char* claim(Cell* c) {
   using Clock = std::chrono::steady_clock;
   for (const auto until = Clock::now() + std::chrono::seconds(10); Clock::now() < until;) {
@@ -77,7 +77,7 @@ const char* claim(Cell* c) {
   return "an op or a pin that does not end uses it";
 }
 
-// Puts the bytes at the range's own address. The caller has the cell busy, resident or below; ends the move.
+// Puts the bytes at the range's own address. The caller has the cell busy, resident or absent. Ends the move.
 void move_to_mapping(Cell* c) {
   MappedRange& range = *c->range;
   at::DataPtr before;
@@ -138,7 +138,7 @@ bool share_mapping(c10::StorageImpl* s) {
     TORCH_CHECK(!why, "memmgr: a tensor has the same bytes of the mapped file ", c->range->mapping->path,
                 " as another one that cannot be moved: ", why);
     {
-      pin(c, ticks());  // busy until the move ends, and then it stays
+      pin(c, ticks());  // busy until the move ends; the pin then keeps it in place
       const auto unpinned = c10::make_scope_exit([c = c] { unpin(c); });
       move_to_mapping(c);
       escape(c, Escape::kSlice);
@@ -150,13 +150,13 @@ bool share_mapping(c10::StorageImpl* s) {
 
 static Cell* adopt_shared(c10::StorageImpl* s, uint32_t pins) {
   bool shared = share_mapping(s);
-  for (Cell* c; adoptable(s); shared |= share_mapping(s)) {  // another one may have been made over these bytes
+  for (Cell* c; adoptable(s); shared |= share_mapping(s)) {  // another cell may have been made over these bytes
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       c = adopt_locked(s, pins + shared, ticks());
     }
     if (!c) continue;
-    if (shared) {  // pinned, it is in the mapping until then
+    if (shared) {  // pinned, so it is in the mapping until the escape
       const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
       escape(c, Escape::kSlice);
     }
@@ -179,7 +179,7 @@ bool return_to_mapping(Cell* c) {
   return true;
 }
 
-// Cells over the file, and what keeps them alive.
+// Returns the cells over the file, with references to their storages.
 static std::vector<std::pair<Cell*, WeakStorage>> cells_of_file(const char* path) {
   std::vector<std::pair<Cell*, WeakStorage>> found;
   struct stat wanted{}, one{};
@@ -193,14 +193,14 @@ static std::vector<std::pair<Cell*, WeakStorage>> cells_of_file(const char* path
   return found;
 }
 
-// The file is no copy of its bytes any more, and they never go back to the mapping.
+// The file is no longer a copy of the cell's bytes, and they never move back to the mapping.
 static void forget_file_locked(Cell* c, Trash* trash) {
   c->range->overwritten = true;
   if (c->slot >= 0) trash->slots.push_back(std::exchange(c->slot, -1));
   count_root_locked(c);
 }
 
-// With a pin on it, so that it stays. False: it is absent, or in the mapping.
+// Forgets the file under a pin, so that the cell does not move. False: the cell is absent or in the mapping.
 static bool forget_file_in_pool(Cell* c) {
   const bool there = pin(c, ticks());
   const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
@@ -253,7 +253,7 @@ void forsake_file(const char* path) {
   for (auto& [c, weak] : cells_of_file(path)) {
     StoragePtr held = weak.lock();
     if (!held || cell_of(held.get()) != c) continue;
-    // The address of one that has escaped was handed out: the file is under it as in plain torch.
+    // The address of an escaped cell was handed out: the cell stays over the file, as in plain torch.
     if (c->escape == Escape::kNone && !forget_file_in_pool(c)) move_to_pool(c);
     drop(std::move(held));
   }

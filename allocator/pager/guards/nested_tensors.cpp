@@ -19,7 +19,7 @@ thread_local NestedOp* NestedOp::tl_outermost = nullptr;
 
 namespace {
 
-// The cell of such a tensor; null where it cannot leave.
+// Returns the cell of a tensor of sizes; null: it has none that could be evicted.
 Cell* cell_of_sizes(const c10::TensorImpl* t) {
   if (!t->has_storage() || t->dtype() != caffe2::TypeMeta::Make<int64_t>()) return nullptr;
   c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
@@ -68,7 +68,7 @@ void NestedOp::look_at(const c10::IValue& value) {
       value,
       [](c10::TensorImpl* t) {
         if (!t) return;
-        // A jagged one says that it is nested, too.
+        // A jagged tensor has the nested key, too.
         if (const auto* nested = t->key_set().has(c10::DispatchKey::NestedTensor)
                                      ? dynamic_cast<const at::native::NestedTensorImpl*>(t)
                                      : nullptr) {

@@ -13,8 +13,8 @@
 
 namespace memmgr::pager {
 
-// An op with a nested argument or result runs, or an op inside of one: what it reads by address is resident until it
-// returns. The sizes of a nested tensor that an op was given or has returned stay where they are while they live.
+// An op with a nested argument or result, or an op inside of one. Tensors of whole numbers that it reads by address are
+// resident until it returns. The sizes of a nested argument or result stay where they are while they live.
 class NestedOp {
  public:
   static bool is_one(const OpInfo* info, c10::DispatchKeySet keys) {
@@ -33,7 +33,7 @@ class NestedOp {
   static thread_local NestedOp* tl_outermost;
   const bool outermost_;
   std::vector<std::pair<Cell*, StoragePtr>>
-      pinned_;  // of the outermost: whole numbers that it or an op inside has or makes
+      pinned_;  // of the outermost op: tensors of whole numbers that it, or an op inside, reads or makes
 };
 
 }  // namespace memmgr::pager

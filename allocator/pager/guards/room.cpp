@@ -36,12 +36,12 @@ Cell* adopt_if_room(c10::StorageImpl* s, bool may_wait) {
 }
 
 void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
-  const Depth depth;  // else it would wait for itself: who runs alone is counted
+  const Depth depth;  // without it this thread would wait for itself: an op that runs alone is counted
   std::optional<Admitted> alone;
   for (int pauses = 0;;) {
-    const bool newborns_before = others_have_newborns();  // one that ends meanwhile has left room
+    const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
     {
-      const Promised promised(budget.arena, nbytes);  // another thread would take the room
+      const Promised promised(budget.arena, nbytes);  // otherwise another thread would take the room
       bool may_leave = true;
       for (int i = 0; may_leave; ++i) {
         const uint64_t shortage = mm_arena_shortage(budget.arena);

@@ -16,18 +16,18 @@
 
 namespace memmgr::pager {
 
-static std::atomic<bool> in_order{false};  // nothing of the first one is queued behind its back any more
+static std::atomic<bool> in_order{false};  // no work for the first stream is still to be queued
 static std::atomic<bool> profiled{false};
 
 void forget_askers() { several_streams = in_order = profiled = without_trap = false; }
 
-// What is absent is shown as the flag says from here on.
+// Sets a flag, and shows absent cells to readers as the flags require.
 static void set_asker(std::atomic<bool>& flag, bool on) {
   std::vector<StoragePtr> held;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     flag = on;
-    without_trap = several_streams || profiled;  // who leaves from here on is shown so, too
+    without_trap = several_streams || profiled;  // cells that are evicted later are shown in the same way
     for_each_cell_locked([&](Cell* c) {
       const uint32_t state = c->state.load();
       if (!(state & kAbsent) || (state & kBusy)) return;
@@ -41,7 +41,7 @@ static void set_asker(std::atomic<bool>& flag, bool on) {
 
 void note_stream() {
   if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || budget.pool->stream() == budget.pool->opened_on()) return;
-  if (tl_running_recipes > 0) return;  // for an op that has been here
+  if (tl_running_recipes > 0) return;  // the recipe's op came through here when it ran first
   if (!several_streams.load()) set_asker(several_streams, true);
   finish_all_pending(true);
   settle_late_slices();

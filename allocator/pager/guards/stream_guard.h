@@ -1,9 +1,9 @@
-// Threads that ask for addresses outside of ops: on a second stream, and profilers (rule 9).
+// Readers that take addresses outside of ops: threads on a second stream, and profilers (rule 9).
 #pragma once
 
 namespace memmgr::pager {
 
-void note_stream();  // the calling thread's: before it queues anything
+void note_stream();  // notes the calling thread's stream, before the thread queues work
 void note_profiler(bool on);
 void forget_askers();  // when a budget opens
 

@@ -40,7 +40,9 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
     c = reads_hardly_ ? adopt_if_room(s, may_wait_) : adopt_in_budget(s, may_wait_);
     if (!c) return;
   }
-  if (c->small) {  // always there; pinned because it may end inside the op, and its writes are watched again after it
+  // A small cell is always resident. It is pinned because it may end inside the op, and its writes are watched again
+  // after the op.
+  if (c->small) {
     pin(c, 0);
     small_.push_back({c, written});
     writes_small_ |= written;
@@ -109,7 +111,7 @@ bool Frame::one_by_one() {
   const auto unpin_all = [&] {
     while (pinned_ > 0) unpin(cells_[--pinned_].cell);
   };
-  c10::SmallVector<StoragePtr, 8> held;  // what is unpinned may not end
+  c10::SmallVector<StoragePtr, 8> held;  // an unpinned cell must not end
   bool any = false, all = true;
   {
     std::lock_guard<std::mutex> lock(graph_lock());

@@ -17,15 +17,15 @@ struct Touched {
 
 class Frame {
  public:
-  explicit Frame(bool adopts = true) : adopts_(adopts) {}  // or are cells alone of interest?
+  explicit Frame(bool adopts = true) : adopts_(adopts) {}  // adopts: storages without a cell get one.
   ~Frame() { release(); }
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
 
-  // What it adopts may wait for room: before the op is admitted.
+  // Adoption may wait for room. Only before the op is admitted.
   void may_wait(bool on) { may_wait_ = on; }
 
-  // The op reads one element at most: a mapped storage for which there is no room need not be a cell yet.
+  // The op reads one element at most: a mapped storage that finds no room need not be a cell yet.
   void reads_hardly(bool on) { reads_hardly_ = on; }
 
   void tensor(c10::TensorImpl* t, bool written);
@@ -39,7 +39,7 @@ class Frame {
 
   void release();
 
-  // Pins that somebody else gives back.
+  // Returns the pins, which the caller ends.
   std::vector<Cell*> hand_over() {
     std::vector<Cell*> taken;
     for (size_t i = 0; i < pinned_; ++i) taken.push_back(cells_[i].cell);
@@ -47,10 +47,10 @@ class Frame {
     return taken;
   }
 
-  // Before the op: what is written gets a new version, and whoever needs the old bytes has them (rule 4).
+  // Called before the op. Gives written cells a new version, after the old bytes that recipes need were saved (rule 4).
   void begin_writes();
 
-  // Something is declared to be written, cell or not.
+  // True: the op declares a write, to a cell or to other memory.
   bool declares_writes() const { return declares_writes_; }
 
   bool writes() const {
@@ -60,7 +60,7 @@ class Frame {
     return false;
   }
 
-  // An op has touched them: they hold what somebody wrote there.
+  // Called after an op has touched the cells: they are no longer uninitialized.
   void end_newborns();
 
   uint64_t bytes() const { return bytes_; }
@@ -70,15 +70,15 @@ class Frame {
     pin(c, ticks());
     take_pin(c);
   }
-  void take_pin(Cell* c) {  // that the caller has
+  void take_pin(Cell* c) {  // the caller has this pin
     cells_.push_back({c, false});
     std::swap(cells_[pinned_], cells_.back());
     ++pinned_;
   }
 
  private:
-  // What is made again takes room beside what the op holds already. With a tier each is made with nothing else pinned
-  // and written below; after that all that is left is to read them back.
+  // Restores evicted cells one at a time and offloads each, then reads all of them back. Rematerialization takes room
+  // in addition to the op's pins: this way nothing else is pinned while it runs. Needs a tier.
   bool one_by_one();
 
   c10::SmallVector<Touched, 12> cells_;

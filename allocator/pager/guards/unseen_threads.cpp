@@ -32,17 +32,18 @@ namespace memmgr::pager {
 
 namespace {
 
-// The first op of a thread that we have not met, whose arguments nobody shows us (asking for them would cost every op
-// of every thread 0.5 us): while it runs nothing leaves, all that was away is back, and all that it may have written to
-// counts as written. From its next op on the thread is seen.
+// The first op of a thread that the pager has not seen. Its arguments are not known (to be shown them would cost every
+// op of every thread 0.5 us). While it runs eviction is frozen and absent cells are restored, and every cell counts as
+// written. The thread's next op is seen.
 struct Unseen final : at::ObserverContext {
   Unseen() { nothing_leaves(true); }
   ~Unseen() override { nothing_leaves(false); }
 };
 
-// The one that was touched last first.
+// Returns all cells, the one that was touched last first.
 std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
-  std::vector<std::pair<uint64_t, std::pair<Cell*, StoragePtr>>> found;  // with when that was: others go on touching
+  // Cells with the time of their last touch, which other threads go on changing.
+  std::vector<std::pair<uint64_t, std::pair<Cell*, StoragePtr>>> found;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     for_each_cell_locked([&](Cell* c) {
@@ -58,7 +59,7 @@ std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
 
 std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&) {
   if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
-  if (at::in_parallel_region()) return nullptr;  // a piece of an op that is under way elsewhere
+  if (at::in_parallel_region()) return nullptr;  // a part of an op that another thread runs
   if (is_backends_thread()) return nullptr;
   see_this_thread(true);
   counters.unseen_ops++;
@@ -66,9 +67,9 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
   auto all = hold_all();
-  // What is there first: it may be written to at once. Then what was used last, up to the room of one more like the
-  // largest, for what the op makes. What finds no room stays away, and the trap says so if the op reads it; an
-  // observer's exception would be lost.
+  // Resident cells come first: the op may write to them at once. Absent cells follow, the one that was used last first,
+  // up to the room of one more cell like the largest, for the op's outputs. A cell that finds no room stays absent: the
+  // trap raises if the op reads it. An observer's exception would be lost.
   uint64_t largest = 0;
   for (const auto& [c, s] : all) largest = std::max(largest, c->nbytes);
   for (const bool away : {false, true})

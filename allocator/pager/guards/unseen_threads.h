@@ -1,4 +1,4 @@
-// Whose ops are seen (rule 12), and where in an op a thread is.
+// The net for ops of threads that are not seen (rule 12).
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace memmgr::pager {
 
-// The net for threads that are not seen: registered with a budget.
+// Registers the net, or removes it. A budget registers it when it opens.
 void catch_unseen_threads(bool on);
 
 }  // namespace memmgr::pager
