@@ -38,7 +38,8 @@ NothingIsDropped::~NothingIsDropped() { --tl_nothing_is_dropped; }
 
 namespace {
 
-// In torture what left stays a while, with other bytes in it: it comes back elsewhere, and who still reads it is found.
+// In torture mode evicted bytes are kept for a while and overwritten: the cell is restored elsewhere, and a reader of
+// the old address is found.
 struct Buried {
   std::mutex lock;
   std::deque<std::pair<at::DataPtr, uint64_t>> all;
@@ -72,13 +73,14 @@ void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
   shorten(std::min<uint64_t>(1 << 20, mm_arena_budget(budget.arena) / 32), 16);
 }
 
-// The first cell that leaves in a budget and every 64th after it, if a sum of it costs little.
+// Returns true for the first eviction of a budget and every 64th after it, if a checksum costs little.
 bool in_the_sample(const Pool* pool, uint64_t nbytes) {
   if (!budget.options.sample || !rule_holds(kSampled)) return false;
   return counters.departures++ % budget.options.sample == 0 && pool->sums_cheaply(nbytes);
 }
 
-// The caller has set kBusy, and says how the reference is given back. Returns the bytes released.
+// Evicts a cell that the caller has made busy. `let_go_of` drops the reference to the storage. Returns the bytes
+// released.
 uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
   if (tl_nothing_is_dropped > 0) way = Way::kOffload;
   StoragePtr storage;
@@ -112,7 +114,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     if (cost < 0) return give_up();
     if (way != Way::kCheaper && may_be_dropped_locked(c))
       drop = way == Way::kEvict || !(c->slot >= 0 || may_be_offloaded());
-    // In torture every other time, so that the recipe has its turn, too.
+    // In torture mode every other cell is packed, so that recipes are run, too.
     static std::atomic<int> turn{0};
     const bool pack = may_be_packed_locked(c) && !(budget.options.torture && turn++ % 2);
     uint64_t packed = 0;
@@ -127,13 +129,15 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
         mm_bits_free(&bits);
         return give_up();
       }
-      // The first of its kind may have been two-valued by chance (zeros, say): no plan counts on it again.
+      // The first version of its signature may have had two values by chance (zeros, say): no plan counts on packing it
+      // again.
       if (packed)
         drop = false;
       else
         kind->bits_bytes = 0;
     }
-    // Before the bytes are written: a device would else wait for that copy before it goes on.
+    // The checksum is taken before the bytes are written: a device would otherwise wait for that copy before it goes
+    // on.
     Checksum sum;
     const auto take_sum = [&] {
       const void* from = c->bytes.get();
@@ -142,8 +146,9 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       lock.lock();
     };
     if (budget.options.verify || in_the_sample(pool, nbytes)) take_sum();
-    if (!packed && drop && !may_be_dropped_locked(c)) drop = false;  // its recipe has ended meanwhile
-    if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {    // it has more values than others of its kind
+    if (!packed && drop && !may_be_dropped_locked(c)) drop = false;  // its recipe ended while the lock was free
+    // The cell has more than two values, unlike others of its signature.
+    if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {
       if (!may_be_dropped_locked(c)) return give_up();
       drop = true;
     }
@@ -166,7 +171,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
         if (!may_be_dropped_locked(c)) return give_up();
         drop = true;
       }
-      // Somebody came for it meanwhile: it stays, clean.
+      // Another thread pinned it while the lock was free: it stays resident, and clean.
       if (!budget.options.torture && (c->state.load() & kPinMask)) return give_up();
     } else if (!drop && !packed) {
       counters.clean_drops++;
@@ -199,7 +204,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       drop_pages(*c->range);
       lock.lock();
     }
-    if (packed) {  // counted once there is room for them; the cell is busy until then
+    if (packed) {  // the bits are counted once there is room for them; the cell is busy until then
       c->state.fetch_or(kAbsent);
       const Promised promised(pool->arena, packed);
       lock.unlock();
@@ -211,7 +216,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     last = end_move_locked(c, true);
     lock.unlock();
   }
-  cancelled.end();  // what was being written reads the bytes
+  cancelled.end();  // a copy that is being written reads the bytes
   end_bytes();
   if (last) last_user_is_gone(c);
   if (storage) let_go_of(std::move(storage));
@@ -233,7 +238,7 @@ uint64_t let_go(Cell* c, Way way) {
   return leave(c, way, &drop);
 }
 
-// The last resort: what stayed of packed cells, where their ops can make them again.
+// The last resort: frees the bits of packed cells that their ops can make again.
 uint64_t give_up_bits(uint64_t want) {
   uint64_t released = 0;
   std::vector<Cell*> ended;

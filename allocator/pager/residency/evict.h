@@ -1,4 +1,4 @@
-// Eviction: how the bytes of a cell leave.
+// Eviction: a cell's bytes are copied to the tier, packed or left to its recipe, and their memory is freed.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace memmgr::pager {
 
-// Takes the bytes of `c` away if nobody has pinned it. Returns how many. No lock is held.
+// Evicts `c` if it has no pin. Returns the bytes released. No lock is held.
 uint64_t let_go(Cell* c, Way way = Way::kCheaper);
-// The same for a cell that the caller has claimed (freeze.h).
+// Does the same for a cell that the caller has claimed (freeze.h).
 uint64_t leave_claimed(Cell* c, Way way);
-void exhume();  // what torture has buried, at the end of a budget
-// While one lives, what leaves at its thread's requests goes to the tier, where there is one, whatever it costs.
+void exhume();  // frees the evicted bytes that torture mode keeps, at the end of a budget
+// While one lives, cells that its thread evicts are offloaded wherever there is a tier, at any cost.
 struct NothingIsDropped {
   NothingIsDropped();
   ~NothingIsDropped();
 };
-// The last resort: frees the bits of packed cells, where their ops can make them again. Returns the bytes.
+// The last resort: frees the bits of packed cells that their ops can make again. Returns the bytes released.
 uint64_t give_up_bits(uint64_t want);
 
 }  // namespace memmgr::pager

@@ -1,4 +1,4 @@
-// The floor: the least budget in which the program has run so far, and requests that found no room.
+// The floor: the smallest budget in which the program has run so far. Also requests that found no room.
 #pragma once
 
 #include <atomic>
@@ -11,18 +11,18 @@
 
 namespace memmgr::pager {
 
-// The most that has been pinned and could not leave, with the request that came to it.
+// Raises the floor to `bytes`: pinned bytes and bytes that cannot be evicted, with one request.
 void note_floor(uint64_t bytes);
-// What no request can make leave: what is small or no cell, has escaped, is under way or newborn; roots, without a
-// tier.
+// Returns the bytes that no request can free: small cells, memory that belongs to no cell, and cells that have escaped,
+// are pinned for long or are uninitialized. Without a tier also roots.
 uint64_t bytes_that_stay();
-// The same of something that runs: what it has pinned (`cell_at` of 0 to n), its own memory since begin_scratch(), and
-// what can never leave.
+// Raises the floor to a working set: the pinned cells (`cell_at` of 0 to n), the thread's own memory since
+// begin_scratch(), and bytes_that_stay().
 void note_working_set(uint64_t pinned_bytes, Share at_once);
-// Of these cells what bytes_that_stay() does not count.
+// Returns the bytes of these cells that bytes_that_stay() does not count.
 template <class CellAt>
 uint64_t bytes_beside_what_stays(size_t n, CellAt&& cell_at) {
-  const bool roots_stay = !may_be_offloaded();  // they are counted as what never leaves
+  const bool roots_stay = !may_be_offloaded();  // bytes_that_stay() counts roots then
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
     const Cell* c = cell_at(i);
@@ -36,25 +36,26 @@ template <class CellAt>
 void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
   note_working_set(bytes_beside_what_stays(n, cell_at), at_once);
 }
-// What this thread was refused last, once that is an error and not a try that was made again.
+// Raises the floor to this thread's last refused request. Called when the refusal is an error, with no further try.
 void note_refused();
-void refuse_beside(uint64_t nbytes);  // this thread has to have so much besides what it found no room for
-uint64_t refused_bytes();             // the same, of a try
-std::string refusal();                // the error's text, once: what threw may have made another one of it
+void refuse_beside(uint64_t nbytes);  // this thread needs these bytes in addition to the refused request
+uint64_t refused_bytes();             // takes the bytes of a refused try, and forgets its text
+std::string refusal();  // takes the error's text; the code between may have turned the exception into another one
 uint64_t floor_bytes();
 void reset_floor();
-// The most that was resident after an op, since the same moment.
+// The most bytes that were resident after an op, since reset_floor().
 extern std::atomic<uint64_t> most_resident;
 
-// This thread's request for so many bytes, beside all that stays, is refused with this text.
+// Records that this thread's request is refused with this text. `bytes`: those that stay, and the request.
 void begin_refusal(uint64_t bytes, const std::string& text);
 
 // The op of this thread that found no room.
 struct FailedOp {
-  std::string name;           // empty: the request came from no op
-  uint64_t need_bytes = 0;    // all that it reads and makes, and the bytes that stay; 0: not known
-  uint64_t read_bytes = 0;    // its arguments
-  uint64_t result_bytes = 0;  // its largest result, or request; the largest tensor that it reads, where none is known
+  std::string name;         // empty: the request came from no op
+  uint64_t need_bytes = 0;  // bytes that it reads and makes, and those that stay; 0: not known
+  uint64_t read_bytes = 0;  // bytes of its arguments
+  // Bytes of its largest result or request; of the largest tensor that it reads, where no result is known
+  uint64_t result_bytes = 0;
 };
 FailedOp& failing_op();
 FailedOp take_failed_op();  // once

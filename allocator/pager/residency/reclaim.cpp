@@ -30,7 +30,7 @@ namespace memmgr::pager {
 RoomSources room_sources;
 static const bool makes_room = (room_maker = {&reclaim_callback, &throw_out_of_memory}, true);
 
-// All of a choice leave, or as many as still can.
+// Evicts all victims of a choice, or as many as are still free.
 static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
   std::vector<Victim> chosen;
   {
@@ -62,7 +62,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   if (released < want && budget.options.search >= 0) {
     released += reclaim_chosen(need, request);
     if (released > 0) return released;
-    if (budget.options.remap == MM_REMAP_LAST && need == 0) return 0;  // addresses further up are what helps now
+    if (budget.options.remap == MM_REMAP_LAST && need == 0) return 0;  // new addresses help now, not bytes
   }
   while (released < want) {
     Victim next;
@@ -81,14 +81,15 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   }
   if (released == 0) released = room_sources.kept();
   if (released == 0) released = give_up_bits(want);
-  while (released == 0 && finish_any_read()) {  // what was read ahead may leave again
+  while (released == 0 && finish_any_read()) {  // a cell whose read has ended may be evicted again
     std::lock_guard<std::mutex> lock(graph_lock());
     if (refill_victims_locked()) released = 1;
   }
-  // The last reference to a storage may be with the thread that drops. Bounded: that one may wait for the GIL.
+  // The deferred-drop thread may hold the last reference to a storage. The wait is bounded, since that thread may wait
+  // for the GIL.
   if (released == 0 && wait_for_dropper(0.05)) released = 1;
   if (released == 0 && others_are_running(tl_depth > 0)) {
-    // What others have pinned comes free when their ops end (rule 3); bounded, since they may be waiting for us.
+    // Pins of other threads end with their ops (rule 3). The wait is bounded, since those may wait for this thread.
     wait_for_others(0.05);
     std::lock_guard<std::mutex> lock(graph_lock());
     if (refill_victims_locked()) released = 1;
@@ -100,7 +101,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   return released;
 }
 
-// The arena asks nobody to leave for what could never fit.
+// Returns the bytes that could be evicted. The arena evicts nothing for a request that is larger than the budget.
 static uint64_t may_leave_bytes() {
   uint64_t bytes = 0;
   std::lock_guard<std::mutex> lock(graph_lock());

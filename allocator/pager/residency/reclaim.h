@@ -1,20 +1,20 @@
-// Reclaim: which cells are evicted so that a request finds room.
+// Reclaim: evicts cells so that a request finds room.
 #pragma once
 
 #include <cstdint>
 
 namespace memmgr::pager {
 
-// What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
+// Called by the arena inside malloc (rule 11): runs no op, takes no GIL. Returns the bytes released.
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
 
-// Ways to make room that layers above own. Each is set once, before the first budget.
+// Ways to make room that higher layers own. Each is set once, before the first budget.
 struct RoomSources {
-  void (*memory_is_short)() = nullptr;                             // a request begins to make room
-  uint64_t (*planned)(uint64_t want, uint64_t request) = nullptr;  // evicts cells that the plan lets go
-  void (*plan_is_short)() = nullptr;                               // that was not enough
-  uint64_t (*kept)() = nullptr;                                    // frees bytes that are kept for recipes to come
+  void (*memory_is_short)() = nullptr;                             // a request begins to reclaim
+  uint64_t (*planned)(uint64_t want, uint64_t request) = nullptr;  // evicts cells that the plan has released
+  void (*plan_is_short)() = nullptr;                               // called if that was not enough
+  uint64_t (*kept)() = nullptr;                                    // frees bytes that are kept for later recipes
 };
 extern RoomSources room_sources;
 }  // namespace memmgr::pager

@@ -27,11 +27,12 @@ namespace memmgr::pager {
 
 at::DataPtr (*make_again)(Cell* c) = nullptr;
 
-// What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.
+// Turns a cell whose copy cannot be read into an evicted one. False: no recipe can make it. The caller has the cell
+// busy.
 static bool make_instead(Cell* c) {
   Trash trash;
   std::lock_guard<std::mutex> lock(graph_lock());
-  if (!may_be_dropped_locked(c) || c->version->recipe->checked) return false;  // nobody took its checksum
+  if (!may_be_dropped_locked(c) || c->version->recipe->checked) return false;  // its checksum was not taken
   set_evicted_locked(c->version, true, &trash);
   c->absence = Absence::kEvicted;
   trash.slots.push_back(std::exchange(c->slot, -1));
@@ -81,7 +82,7 @@ void bring_back(Cell* c) {
       try {
         bytes = make_again(c);
       } catch (const c10::OutOfMemoryError&) {
-        if (c->slot < 0) throw;  // else the copy below takes no room beside its own
+        if (c->slot < 0) throw;  // otherwise the copy in the tier is read, which needs room for the cell alone
       }
     }
     if (!bytes) {

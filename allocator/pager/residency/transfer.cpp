@@ -26,14 +26,14 @@ namespace {
 
 struct Read {
   Cell* cell;
-  StoragePtr storage;  // so that the pointer to be shown lives
+  StoragePtr storage;  // keeps the pointer alive that is shown later
   at::DataPtr bytes;
 };
 
 // Guarded by the graph's lock.
 struct Transfers {
   std::vector<Read> reads;
-  const mm_tier* polled = nullptr;  // all of them were looked at when it said `ended`
+  const mm_tier* polled = nullptr;  // the tier whose copies were polled last, when it had counted `ended`
   uint64_t ended = 0;
 };
 
@@ -54,8 +54,8 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
   note_moved_locked(c, true);
 }
 
-// The bytes are there; or the read has failed, or brought other bytes than left: then the cell is as absent as it was,
-// and whoever touches it reads again and is told why.
+// Ends a read and makes the cell resident. If the read failed or the bytes do not match their checksum the cell stays
+// absent: the next touch reads again and raises the error.
 void end_read(Read r, int result, uint64_t waited_ns = 0) {
   if (result < 0) note_tier_error(-result);
   const mm_stream filled_on = r.cell->pool->home(r.bytes.get());
@@ -85,10 +85,10 @@ bool begin_write_locked(Cell* c) {
     return false;
   note_last_use(c);
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
-  counters.writes_ahead++;  // one that the tier refuses at once, too
+  counters.writes_ahead++;  // counted even if the tier refuses it at once
   if (slot >= 0) {
     note_write_locked(c, slot);
-  }  // else whoever has to leave is told
+  }  // a refused write is reported when the cell is evicted
   return end_move_locked(c, false);
 }
 
@@ -96,7 +96,7 @@ void await_write(Cell* c, std::unique_lock<std::mutex>* lock) {
   const mm_slot slot = c->writing;
   if (slot < 0) return;
   lock->unlock();
-  // On a device the copy is queued, and whoever gets the memory comes behind it.
+  // On a device the copy is queued, and the next user of the memory is queued after it.
   const int result = c->pool->on_host() ? mm_tier_wait(budget.tier, slot) : 1;
   Trash trash;
   lock->lock();
@@ -111,8 +111,7 @@ bool begin_read(Cell* c) {
   Read r{c, {}, {}};
   {
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (nothing_leaves_locked() || !budget.options.prefetch)
-      return false;  // an op that nobody has seen relies on the trap
+    if (nothing_leaves_locked() || !budget.options.prefetch) return false;  // an op that is not seen relies on the trap
     uint32_t expected = kAbsent;
     if (!budget.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
     if (!c->state.compare_exchange_strong(expected, kAbsent | kBusy, std::memory_order_acq_rel)) return true;
@@ -140,11 +139,11 @@ bool begin_read(Cell* c) {
   resident_cell_bytes += c->nbytes;
   mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   counters.reads_ahead++;
-  residency_changed().notify_all();  // who waits for it may help
+  residency_changed().notify_all();  // a thread that waits for the cell may help
   return true;
 }
 
-// Its bytes are there, for this thread or for what is queued behind the block's home.
+// Waits for the bytes of a read: this thread does, or the stream that the block belongs to.
 static int wait_for_read(const Read& r) {
   if (r.cell->pool->on_host()) return mm_tier_wait(budget.tier, r.cell->slot);
   if (!rule_holds(kRulePrefetched)) return 0;
@@ -202,7 +201,7 @@ void poll_transfers() {
 
 bool finish_any_read() {
   for (;;) {
-    Cell* c;  // compared only
+    Cell* c;  // only compared
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       if (transfers().reads.empty()) return false;

@@ -27,12 +27,12 @@ namespace {
 // Under the graph's lock.
 struct Victims {
   struct Queued {
-    Victim victim;  // no cell: died
+    Victim victim;  // no cell: it has ended
     uint64_t touched;
   };
-  std::vector<Queued> queue;  // the last leaves first
-  size_t ranked = 0;          // how many of these a policy had put there
-  uint64_t asked_at = 0;      // when it was told what there is
+  std::vector<Queued> queue;  // the last is evicted first
+  size_t ranked = 0;          // of the queue's cells, when a policy ranked them; 0: malloc did
+  uint64_t asked_at = 0;      // ticks at which the policy was given the candidates
 };
 
 Victims& victims() {
@@ -40,7 +40,7 @@ Victims& victims() {
   return *v;
 }
 
-// An order is wanted, for wait_for_pressure().
+// Records that an order is wanted, for wait_for_pressure().
 struct Pressure {
   std::mutex& lock = taken_by_forks(new std::mutex);
   std::condition_variable told;
@@ -71,10 +71,10 @@ double io_seconds(const Cell* c) {
   return each * static_cast<double>(c->nbytes);
 }
 
-constexpr double kPackSecondsPerByte = 1e-10;   // there and back (benchmarks/bits_speed.py)
-constexpr double kSumSecondsPerByte = 1.5e-10;  // of a processor; a device's bytes are copied for it
+constexpr double kPackSecondsPerByte = 1e-10;   // both ways (benchmarks/bits_speed.py)
+constexpr double kSumSecondsPerByte = 1.5e-10;  // on one processor; a device's bytes are copied for it
 
-// Lower leaves first (the names are those of memmgr.policies.rules.filters).
+// The lowest is evicted first (the names are those of memmgr.policies.rules.filters).
 double score(double cost, uint64_t nbytes, double age) {
   const double m = static_cast<double>(nbytes);
   switch (budget.options.order) {
@@ -120,8 +120,8 @@ bool may_be_packed_locked(const Cell* c) {
   return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
 }
 
-// Making it again takes what the recipe reads beside what it makes, and needs room for both when it is asked for. What
-// stays may have grown by then: a pipeline's sends are under way until its step ends.
+// Rematerialization needs room for the recipe's inputs and outputs at the time of the restore. Bytes that cannot be
+// evicted may have grown by then: a pipeline's sends are in flight until its step ends.
 static bool has_room_again_locked(const Cell* c) {
   const uint64_t limit = mm_arena_budget(budget.arena);
   uint64_t bytes = bytes_that_stay() + limit / 8;
@@ -189,7 +189,7 @@ Victim next_victim_locked() {
 }
 
 std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
-  constexpr int kRounds = 8;  // somebody may have taken all of them since: they are pinned, and the search runs again
+  constexpr int kRounds = 8;  // other threads may have pinned all victims since: the search then runs again
   if (nothing_leaves_locked()) return {};
   std::vector<mm_price> prices;
   for_each_cell_locked([&](Cell* c) {
@@ -211,7 +211,7 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
     std::vector<mm_price> taken;
     for (int64_t i = 0; i < n; ++i) {
       const mm_victim& v = found[static_cast<size_t>(i)];
-      auto* c = static_cast<Cell*>(v.owner);  // living: its price ends with it, under this lock
+      auto* c = static_cast<Cell*>(v.owner);  // the cell lives: its price ends with it, under this lock
       if (begin_move(c))
         claimed.push_back({c, Way::kCheaper});
       else

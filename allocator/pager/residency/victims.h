@@ -1,4 +1,4 @@
-// Who leaves next when malloc has to choose: in an order that a policy made ahead of need, else in malloc's own.
+// The next victim when malloc has to choose: in an order that a policy made ahead of need, or in malloc's own.
 #pragma once
 
 #include <cstdint>
@@ -8,35 +8,35 @@
 
 namespace memmgr::pager {
 
-// How a cell leaves, where both ways are open; else the way that is.
+// The eviction method to use where both are possible. Otherwise the possible one is used.
 enum class Way : uint8_t { kCheaper, kEvict, kOffload };
 
 bool may_be_dropped_locked(const Cell* c);
-// Two values, as far as its kind is known: a bit for each element stays, the rest leaves. Not where that takes longer
-// than making them again.
+// Returns true if the cell may be packed: its signature has had two values only so far, and packing takes less time
+// than rematerialization.
 bool may_be_packed_locked(const Cell* c);
-// What it costs to have the bytes again; negative: they cannot leave. `drop`: by making them again.
+// Returns the seconds that a restore would cost; negative: the cell cannot be evicted. `drop`: the cost is
+// rematerialization's.
 double cost_of_leaving_locked(const Cell* c, bool* drop);
 
 struct Victim {
   Cell* cell = nullptr;
   Way way = Way::kCheaper;
 };
-// The next one, claimed (kBusy); without a cell when the queue is empty.
+// Returns the next victim, claimed (kBusy); without a cell if the queue is empty.
 Victim next_victim_locked();
-// Who should leave so that a request finds a run of addresses, too, as `Options::search` says (Coop, section 4; the
-// core's window.h); claimed. Empty: no choice reaches that.
+// Returns victims, claimed, that give a request a run of addresses, too, as `Options::search` requires (Coop, section
+// 4; the core's window.h). Empty: no choice achieves that.
 std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request);
-// When cells are touched next, as a layer above foretells it; set once, before the first budget.
+// When cells are touched next, as foretold by a higher layer. Set once, before the first budget.
 struct NextTouch {
   uint64_t (*ticks_until_locked)(const Cell* c) = nullptr;  // 0: not known
-  bool (*has_moved_locked)() =
-      nullptr;  // so much was touched since the victims were put in order that they no longer are
+  bool (*has_moved_locked)() = nullptr;  // the program has moved on so far that the victims' order is outdated
   void (*was_used_locked)() = nullptr;
 };
 extern NextTouch next_touch;
 
-// Malloc's own order, for all that can leave now. False: there is nothing.
+// Queues all cells that can be evicted now in malloc's own order. False: there are none.
 bool refill_victims_locked();
 // ---- for a policy, on a thread of its own (memmgr/runtime/ranking.py) ----
 
@@ -45,11 +45,11 @@ struct Candidate {
   double stale_seconds, cost_seconds, chain_seconds;
   bool droppable, clean, offloadable;
 };
-// What can leave now, the one that was touched last first.
+// Returns the cells that can be evicted now, the one that was touched last first.
 std::vector<Candidate> candidates();
-// The first leaves first; who was touched since candidates() stays.
+// Queues cells by their serials; the first is evicted first. Cells touched since candidates() are left out.
 void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked);
-// Waits until an order is wanted, or told to go on; without the GIL.
+// Waits until an order is wanted, or until end_wait_for_pressure(). Without the GIL.
 void wait_for_pressure();
 void end_wait_for_pressure();
 
