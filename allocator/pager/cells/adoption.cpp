@@ -21,7 +21,7 @@ static bool of_pool(const c10::StorageImpl* s) {
   return budget.pool && pointer_of(s).get_deleter() == budget.pool->deleter();
 }
 
-// How far behind the beginning of its block the bytes lie.
+// Returns the offset of the bytes in their block.
 static uintptr_t lead_of(const at::DataPtr& p) {
   return reinterpret_cast<uintptr_t>(p.get()) - reinterpret_cast<uintptr_t>(p.get_context());
 }
@@ -74,7 +74,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   c->version->cell = c;
   c->version->nbytes = c->nbytes;
   c->last_touch.store(touched_ticks, std::memory_order_relaxed);
-  // The context changes hands in place: whoever reads the pointer meanwhile finds it as it was.
+  // The context is replaced in place: a thread that reads the pointer at the same time finds it unchanged.
   auto&& context = p.move_context();
   const auto deleter = context.get_deleter();
   c->bytes = at::DataPtr(p.get(), context.release(), deleter, p.device());
@@ -111,7 +111,7 @@ void unadopt(Cell* c) {
   if (!s) return;
   std::lock_guard<std::mutex> lock(graph_lock());
   if (cell_of(s.get()) != c || !c->bytes.get()) return;
-  if ((c->state.load() & kPinMask) > c->standing_pins) return;  // somebody's pin outlives the budget: so does the cell
+  if ((c->state.load() & kPinMask) > c->standing_pins) return;  // a pin outlives the budget, so the cell does, too
   if (!c->small) resident_cell_bytes -= c->nbytes;
   if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   unstand_all_locked(c);

@@ -77,7 +77,7 @@ static void set_root_locked(Cell* c, bool root) {
 
 void count_root_locked(Cell* c) {
   const Version* v = c->version;
-  // Once it is written, what was filled has no recipe any more: a budget without a tier needs room for it then.
+  // A filled version has no recipe once it is written: a budget without a tier needs room for it then.
   const bool made_again = v && v->recipe ? !v->recipe->filled : v && v->presumed;
   set_root_locked(c, !c->small && v && !v->temporary && !made_again && !has_file_copy(c));
 }
@@ -114,7 +114,7 @@ static uint64_t next_serial = 1;
 uint64_t serial_of_next_locked() { return next_serial; }
 uint64_t next_serial_locked() { return next_serial++; }
 
-// A hundredth of the budget (rule 5), and room enough for a small model's.
+// A hundredth of the budget (rule 5), and room enough for a small model's recipes.
 uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(budget.arena) / 100, 4 << 20); }
 
 bool room_for_kept(uint64_t nbytes) { return recipe_bytes.load() + nbytes < recipe_bytes_limit(); }
@@ -124,8 +124,8 @@ void keep(Cell* c) {
   recipe_bytes += c->nbytes;
 }
 
-// Newborns, of all and by the thread that made them: another may write to them, or end them. Threads whose numbers are
-// this far apart share a count, and do not wait for each other.
+// The number of newborns, of all threads and of the thread that made them: another thread may write to them, or end
+// them. Threads whose numbers differ by a multiple of kMakers share a count, and do not wait for each other.
 constexpr uint16_t kMakers = 4096;
 static std::atomic<int64_t> newborns{0}, newborns_by[kMakers];
 
@@ -152,7 +152,8 @@ void unstand_all_locked(Cell* c) {
   c->standing_pins = 0;
 }
 
-// They are malloc's, so the arena is told; paged memory like any other, since a cell that is packed can come back.
+// Bits are malloc's memory, so they are added to the arena's count. They count as a resident cell's bytes, since a
+// packed cell can be restored.
 void count_bits_locked(Cell* c, uint64_t nbytes) {
   c->bits_bytes = nbytes;
   resident_cell_bytes += nbytes;

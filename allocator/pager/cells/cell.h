@@ -1,4 +1,4 @@
-// Functions on single cells: their registry, totals, blocks and reasons to stay (types.h has the words).
+// Functions on single cells: their registry, totals, blocks and standing pins (types.h has the words).
 #pragma once
 
 #include <condition_variable>
@@ -17,8 +17,8 @@ namespace memmgr::pager {
 
 std::mutex& graph_lock();
 
-// Cells and versions come and go with every recorded op, always under the graph's lock: whose memory is here is the
-// next one's. Malloc and free took a fifteenth of such an op.
+// Cells and versions are made and ended with every recorded op, always under the graph's lock. The memory of one that
+// has ended is reused for the next one. Malloc and free took a fifteenth of such an op.
 template <class T>
 class Recycled {
  public:
@@ -48,12 +48,12 @@ class Recycled {
 Recycled<Cell>& cell_memory();
 Recycled<Version>& version_memory();
 
-std::condition_variable& residency_changed();  // told whenever a cell stops being busy; waits on graph_lock()
+std::condition_variable& residency_changed();  // notified whenever a cell stops being busy; waits on graph_lock()
 
-// Bytes and other things that must end outside of the lock.
+// Bytes and other things that have to end outside of the lock.
 struct Trash {
   c10::SmallVector<at::DataPtr, 2> bytes;
-  c10::SmallVector<mm_slot, 2> slots;  // first: one that is being written reads the bytes
+  c10::SmallVector<mm_slot, 2> slots;  // freed first: a slot that is being written reads the bytes
   std::vector<std::unique_ptr<MappedRange>> ranges;
   void end();
   ~Trash() { end(); }
@@ -70,7 +70,7 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
   return p.get_deleter() == &memmgr_pager_end_of_storage ? static_cast<Cell*>(p.get_context()) : nullptr;
 }
 
-// Too small to be paged, or without bytes: its size is a symbol.
+// True: the storage is too small to be paged, or has no bytes: its size is a symbol.
 inline bool is_small(const c10::StorageImpl* s) {
   return s->sym_nbytes().is_heap_allocated() || s->nbytes() < budget.options.small_bytes;
 }
@@ -78,10 +78,10 @@ inline bool is_small(const c10::StorageImpl* s) {
 
 void register_locked(Cell* c);
 void unregister_locked(Cell* c);
-// Functions of the layers above that keep pointers to cells. Each is called under the graph's lock.
+// Functions of higher layers that keep pointers to cells. Each is called under the graph's lock.
 struct CellListener {
   void (*storage_died)(const Cell* c) = nullptr;  // the cell may live on as an orphan
-  void (*ended)(Cell* c) = nullptr;               // the cell leaves the registry
+  void (*ended)(Cell* c) = nullptr;               // the cell is being removed from the registry
 };
 struct ListensToCells {  // for the life of the process
   explicit ListensToCells(CellListener listener);
@@ -91,7 +91,7 @@ void tell_storage_died_locked(const Cell* c);
 size_t count_cells_locked();
 // Bytes that moved over the link since the budget opened, of cells that have ended, by purpose.
 extern uint64_t moved_by_ended[kPurposes];
-void forget_moved();  // a budget opens
+void forget_moved();  // when a budget opens
 Cell* cell_at_locked(size_t index);
 template <class F>
 void for_each_cell_locked(F&& visit) {
@@ -103,51 +103,51 @@ inline StoragePtr hold(const Cell* c) { return hold_storage(c->storage); }
 // ---- moves ----
 
 inline void note_used(Cell* c) { raise_to(c->used_at, device_time()); }
-inline bool begin_move(Cell* c) {  // of a cell without pins
+inline bool begin_move(Cell* c) {  // for a cell without pins
   uint32_t expected = 0;
   return c->state.compare_exchange_strong(expected, kBusy, std::memory_order_acq_rel);
 }
-// A packed cell has so many bytes beside it, or none any more. The caller has the cell busy.
+// Adds the bytes of a packed cell's bits to the totals, or frees them. The caller has the cell busy.
 void count_bits_locked(Cell* c, uint64_t nbytes);
 void end_bits_locked(Cell* c);
 
-// Memory of the pool for its bytes, where they lie in a line as they did before.
+// Allocates memory of the pool for the cell's bytes, with the same offset in a line as before.
 at::DataPtr allocate_for(const Cell* c);
 at::DataPtr try_allocate_for(const Cell* c, uint64_t keep_free);
-// The block of the pool that its bytes are in.
+// Returns the block of the pool that has the cell's bytes.
 inline const void* block_of(const Cell* c) { return c->bytes.get_context(); }
 
-void stand_pinned_locked(Cell* c);    // one standing pin more
-void stand_unpinned_locked(Cell* c);  // one less
-// A pin that outlives the op or call that took it: it counts in the floor. The caller has pinned, and unpins after.
+void stand_pinned_locked(Cell* c);    // adds a standing pin
+void stand_unpinned_locked(Cell* c);  // ends one
+// A pin that outlives its op or call, and counts in the floor. The caller pins before, and unpins after.
 void begin_held_locked(Cell* c);
 void end_held_locked(Cell* c);
-void count_held_locked(Cell* c);  // whether it stays for another reason may have changed
-// Nobody has written to it yet; it stays until an op has touched it (rule 3).
+void count_held_locked(Cell* c);  // called when another reason to keep the cell may have begun or ended
+// The cell is uninitialized: it is pinned until an op has touched it (rule 3).
 void begin_newborn_locked(Cell* c);
 void end_newborn_locked(Cell* c);
-// Do other threads have some? They have only to go on, and these can leave.
+// Returns true if other threads have newborns. Those can be evicted once their threads go on.
 bool others_have_newborns();
 
-// Whether it is a root may have changed.
+// Called when the cell may have become a root, or may be one no longer.
 void count_root_locked(Cell* c);
-// Cells that are made from now on have serials from here.
+// Returns the serial of the next cell to be made.
 uint64_t serial_of_next_locked();
-uint64_t next_serial_locked();  // and takes it
-// Small bytes that live for recipes alone count as theirs (rule 5).
+uint64_t next_serial_locked();  // takes it
+// Small cells that live for recipes alone count as recipe bytes (rule 5).
 uint64_t recipe_bytes_limit();
 bool room_for_kept(uint64_t nbytes);
 void keep(Cell* c);
-// The escape and the newborn end with the storage.
+// Ends the standing pins of the escape and the newborn with the storage.
 void unstand_all_locked(Cell* c);
 
 // Bytes of resident cells that are not small, for admission and figures.
 extern SumUnderLock resident_cell_bytes;
-extern SumUnderLock root_bytes;  // of cells that nothing can make again: without a tier they stay
+extern SumUnderLock root_bytes;  // of cells without a recipe: without a tier they cannot be evicted
 extern SumUnderLock escaped_bytes;
 extern SumUnderLock newborn_bytes;
-extern SumUnderLock recipe_bytes;  // all of them, and what is kept for them
-extern SumUnderLock held_bytes;    // of cells whose pin outlives an op, and that stay for no other reason
+extern SumUnderLock recipe_bytes;  // of all recipes, and of the values kept for them
+extern SumUnderLock held_bytes;    // of cells with a long pin that no other reason keeps resident
 extern std::atomic<int64_t> absent_cells;
 
 }  // namespace memmgr::pager

@@ -14,14 +14,14 @@ c10::DeleterFnPtr end_of_slice = nullptr;
 MappedRange::~MappedRange() {
   if (clean) drop_pages(*this);
   if (!home.get() || home.get_deleter() != end_of_slice) return;
-  // Python may have the whole storage, too: a thread without a lock gives the reference back.
+  // Python may hold the whole storage, too. The deferred-drop thread drops the reference, without a lock.
   drop_later(StoragePtr::reclaim(static_cast<c10::StorageImpl*>(home.release_context())));
 }
 
 void drop_pages(const MappedRange& range) {
   const auto begin = reinterpret_cast<uintptr_t>(range.begin);
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + range.nbytes) / kPage * kPage;
-  // Pages that it shares with its neighbours stay.
+  // Pages that the range shares with its neighbours are kept.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 

@@ -5,11 +5,12 @@
 //   mapping  one mmap of a file
 //   range    the part of a mapping that one storage has; several storages may have the same bytes
 //
-// The cell of such a storage is in the mapping when it is made, or absent where no page of it has been read. When it
-// leaves, its pages are given back and the range stays mapped for as long as the cell lives. It comes back into memory
-// of the pool: from the file, which the tier reads as a slot that is lent to it, or from the tier's own file once it
-// was written. Where another storage has some of the same bytes the cell is back in the mapping before that one is
-// used, and both stay there (Escape::kSlice). When a budget ends the bytes are in the mapping again.
+// The cell of such a storage is made in the mapping, or absent if no page of it has been read. When it is evicted, its
+// pages are given back to the kernel, and the range stays mapped for as long as the cell lives. The cell is restored
+// into memory of the pool: from the file, which the tier reads as a slot that is lent to it, or from the tier's own
+// file once the cell was written. If another storage has some of the same bytes, the cell moves back to the mapping
+// before that storage is used, and both stay there (Escape::kSlice). When a budget ends the bytes move back to the
+// mapping.
 //
 // Known limitation: a storage over a whole file has no `filename` while it is a cell.
 #pragma once
@@ -30,16 +31,16 @@ struct MappedRange {
   char* begin = nullptr;
   uint64_t nbytes = 0;
   at::DataPtr home;          // the storage's own pointer, while the bytes are elsewhere
-  mm_slot lent = -1;         // over the file, of the open budget's tier
+  mm_slot lent = -1;         // a slot over the file, of the open budget's tier; -1: none
   bool clean = false;        // the cell has ended, and its pages are the file's
-  bool overwritten = false;  // the file has been: the bytes never go back to the mapping
+  bool overwritten = false;  // the file was overwritten: the bytes never move back to the mapping
   bool sampled = false;
-  uint64_t sample = 0;  // of some words of the bytes, as they left
+  uint64_t sample = 0;  // a checksum of some words of the bytes when they were evicted
 
   MappedRange() = default;
   MappedRange(const MappedRange&) = delete;
   MappedRange& operator=(const MappedRange&) = delete;
-  ~MappedRange();  // takes no lock of ours and not the GIL
+  ~MappedRange();  // takes no lock of the pager and not the GIL
 };
 
 // Gives the pages of the range back to the kernel. The file or the tier has their bytes. The caller has the cell busy.
@@ -47,7 +48,7 @@ void drop_pages(const MappedRange& range);
 
 // The deleter of a slice of a storage, whose context is the whole storage; null before learn_mapped().
 extern c10::DeleterFnPtr end_of_slice;
-// Asks for torch's own functions once; the GIL is held.
+// Looks up torch's functions once. The GIL is held.
 void learn_mapped();
 
 }  // namespace memmgr::pager

@@ -22,7 +22,7 @@ struct Fixed {
   Owner owner;
 };
 
-// Guarded by the graph's lock. A weak reference keeps the key from being another storage's.
+// Guarded by the graph's lock. The weak reference keeps the key from being reused for another storage.
 std::unordered_map<const c10::StorageImpl*, Fixed>& all_fixed() {
   static auto* f = new std::unordered_map<const c10::StorageImpl*, Fixed>;
   return *f;
@@ -31,7 +31,7 @@ std::unordered_map<const c10::StorageImpl*, Fixed>& all_fixed() {
 Owner owner_of(const void* p, uint64_t nbytes) {
   if (!budget.pool->on_host()) return Owner::kLibrary;
   const Pages middle = look_at_pages(static_cast<const char*>(p) + nbytes / 2, 1);
-  if (middle.present && middle.written) return Owner::kLibrary;  // quicker to ask than for the area
+  if (middle.present && middle.written) return Owner::kLibrary;  // quicker than the look-up of the area
   const Area area = area_around(p);
   if (area.path.empty()) return Owner::kLibrary;
   const auto begins = [&](const char* with) { return area.path.rfind(with, 0) == 0; };
@@ -79,7 +79,7 @@ bool is_counted_as_fixed(const c10::StorageImpl* s) {
 }
 
 void look_for_ended_fixed() {
-  std::vector<WeakStorage> ended;  // their memory goes without the lock
+  std::vector<WeakStorage> ended;  // their memory is freed without the lock
   std::lock_guard<std::mutex> lock(graph_lock());
   for (auto f = all_fixed().begin(); f != all_fixed().end();) {
     if (!f->second.storage.expired()) {

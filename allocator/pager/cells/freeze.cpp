@@ -14,7 +14,8 @@ void nothing_leaves(bool begin) {
 }
 
 void hold_departures(bool begin) {
-  std::lock_guard<std::mutex> lock(graph_lock());  // whoever claims a victim has seen it
+  // Victims are claimed under the lock, so later claims see the freeze
+  std::lock_guard<std::mutex> lock(graph_lock());
   freezes.fetch_add(begin ? 1 : -1);
 }
 

@@ -11,13 +11,13 @@
 
 namespace memmgr::pager {
 
-// What ends with a cell, outside of the lock.
+// Parts of a cell that end outside of the lock.
 struct Remains {
   Trash trash;
   WeakStorage storage{StoragePtr()};
 };
 
-// Ends the cell if nobody needs its bytes, or makes an orphan of it.
+// Ends the cell if no recipe needs its bytes. Otherwise makes an orphan of it.
 static void last_user_is_gone_locked(Cell* c, Remains* remains) {
   Trash& trash = remains->trash;
   remains->storage = std::move(c->storage);
@@ -36,7 +36,7 @@ static void last_user_is_gone_locked(Cell* c, Remains* remains) {
     const bool before = pulls_locked(v);
     v->cell = nullptr;
     v->evicted = false;
-    const bool after = pulls_locked(v);  // needed and without bytes: it is made from what its recipe reads
+    const bool after = pulls_locked(v);  // needed and without bytes: the recipe makes it from its inputs
     if (v->recipe && after != before) {
       if (after)
         need_inputs_locked(v->recipe);
@@ -57,7 +57,7 @@ void last_user_is_gone(Cell* c) {
   last_user_is_gone_locked(c, &remains);
 }
 
-// The storage dies.
+// Called when the storage ends.
 static void end_of_storage(Cell* c) {
   Remains remains;
   std::lock_guard<std::mutex> lock(graph_lock());
@@ -76,7 +76,7 @@ static const bool ends_storages = (on_end_of_storage = &end_of_storage, true);
 bool pin_living_locked(Cell* c, uint64_t now) {
   uint32_t state = c->state.load(std::memory_order_acquire);
   do {
-    if ((state & kDead) && !(state & kPinMask)) return false;  // else the last pin ends it, ours perhaps
+    if ((state & kDead) && !(state & kPinMask)) return false;  // otherwise the last pin ends it, perhaps this one
   } while (!c->state.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel));
   c->last_touch.store(now, std::memory_order_relaxed);
   return true;

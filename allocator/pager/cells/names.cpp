@@ -18,19 +18,19 @@ constexpr uint64_t kFirstNumber = uint64_t{1} << 62;
 
 struct Claim {
   uint64_t nbytes = 0;
-  Cell* cell = nullptr;               // null: the storage has none
-  std::vector<WeakStorage> storages;  // without a cell: the storages over this memory that were named
-  uint64_t at = 0;                    // where its bytes lie and stay; 0: they may move
+  Cell* cell = nullptr;               // null: no cell
+  std::vector<WeakStorage> storages;  // without a cell: the named storages over this memory
+  uint64_t at = 0;                    // the address where the bytes stay; 0: they may move
 };
 
-// By name. Never destroyed: storages outlive statics.
+// Claims by name. Never destroyed: storages outlive statics.
 using Claims = std::map<uint64_t, Claim>;
 Claims& claims() {
   static auto* c = new Claims;
   return *c;
 }
 
-// Where memory with a claim lies that does not move -> the claim's name. An entry may be out of date until its claim
+// The address of claimed memory that does not move -> the claim's name. An entry may be out of date until its claim
 // ends.
 std::map<uint64_t, uint64_t>& places() {
   static auto* p = new std::map<uint64_t, uint64_t>;
@@ -47,7 +47,7 @@ uint64_t next_number(uint64_t nbytes) {
   return number;
 }
 
-// A storage without a cell ends, or gets other memory, and no call says so.
+// Returns true if the claim's storage lives. A storage without a cell ends, or gets other memory, without a call.
 bool lives(const Claim& claim) {
   if (claim.cell) return true;
   for (const WeakStorage& weak : claim.storages)
@@ -81,14 +81,14 @@ void set_place(Claims::iterator claim, uint64_t at) {
   places()[at] = claim->first;
 }
 
-// The claim whose memory lies around this address and stays there. Living memory does not overlap, so the first entry
-// that is not out of date decides.
+// Returns the claim whose memory lies around this address and does not move. Living memory does not overlap, so the
+// first entry that is not out of date decides.
 Claims::iterator claim_around(uint64_t address) {
   for (auto place = places().upper_bound(address); place != places().begin();) {
     --place;
     const auto claim = claims().find(place->second);
     if (lives(claim->second)) return address - place->first < claim->second.nbytes ? claim : claims().end();
-    ++place;  // what is erased lies before it
+    ++place;  // end_claim erases the entry before this iterator
     end_claim(claim);
   }
   return claims().end();
@@ -113,7 +113,7 @@ uint64_t name_of(c10::StorageImpl* s) {
     if (name != address) claim_for(c, name);
     return name;
   }
-  // A lazy copy gets memory of its own when it is asked for its address.
+  // A lazy copy gets memory of its own when its address is taken.
   if (claims().empty() || !address || !nbytes || c10::impl::cow::is_cow_data_ptr(pointer_of(s))) return 0;
   if (const auto claim = claim_around(address); claim != claims().end()) {
     Claim& there = claim->second;
@@ -163,7 +163,7 @@ void name_adopted_locked(Cell* c, const c10::StorageImpl* s) {
 void name_unadopted_locked(Cell* c, c10::StorageImpl* s) {
   if (!c->name) return;
   const auto claim = claims().find(c->name);
-  if (address_of(s) == claim->first) {  // it is where it was at first
+  if (address_of(s) == claim->first) {  // the storage is at its first address again
     end_claim(claim);
     return;
   }

@@ -28,7 +28,7 @@ static void clear_trap(c10::StorageImpl* s) { s->clear_data_ptr_access_error_msg
 MEMMGR_PRIVATE_MEMBER(TrapOfStorage, c10::StorageImpl, throw_on_immutable_data_ptr_)
 static void clear_trap(c10::StorageImpl* s) {
   s->*private_member(TrapOfStorage()) = false;
-  s->set_data_ptr_noswap(std::move(pointer_of(s)));  // to itself: works out anew what has to be checked
+  s->set_data_ptr_noswap(std::move(pointer_of(s)));  // moved to itself: torch computes anew which accesses it checks
 }
 #endif
 

@@ -24,7 +24,7 @@ Unmarked& unmarked() {
 
 void mark_stream() {
   unmarked() = {};
-  const bool limited = budget.tier && mm_arena_budget(budget.arena) < MM_UNLIMITED;  // else nothing leaves
+  const bool limited = budget.tier && mm_arena_budget(budget.arena) < MM_UNLIMITED;  // otherwise no cell is evicted
   if (limited) mm_device_mark(budget.pool->queue(), budget.pool->stream());
 }
 
@@ -32,9 +32,9 @@ void use_queued(Cell* c) {
   if (c->home == kNobodys) return;
   mm_device* device = c->pool->queue();
   const mm_stream now = c->pool->stream();
-  // The program keeps what another stream uses alive, but not from leaving.
+  // The program keeps memory alive that another stream uses, but does not keep it from eviction.
   if (rule_holds(kRuleUses) && c->home != now) mm_device_used(device, c->bytes.get(), now);
-  // It put its streams in order behind the op that made the bytes, not behind our bringing them back elsewhere.
+  // The program ordered its streams after the op that made the bytes, not after the pager's restore.
   const mm_stream filled = c->filled_on.load(std::memory_order_acquire);
   if (filled == kNotFilled || filled == now || c->waited_for_filling.load(std::memory_order_relaxed) == now) return;
   if (!rule_holds(kRuleFilled)) return;

@@ -10,30 +10,30 @@ namespace memmgr::pager {
 // More than one stream has been used since the budget opened.
 extern std::atomic<bool> several_streams;
 
-// The cell has other bytes: in whose order their block was allocated. The caller has it busy.
+// Records the stream on which the block of the cell's new bytes was allocated. The caller has the cell busy.
 void note_queued_home(Cell* c);
 inline void note_home(Cell* c) {
   if (C10_UNLIKELY(!c->pool->on_host())) note_queued_home(c);
 }
 
-// Before a copy of the bytes below is queued: it need not wait for what was queued after their last use. The caller has
-// the cell busy.
+// Called before a copy of the bytes to the tier is queued: it need not wait for work that was queued after their last
+// use. The caller has the cell busy.
 void tell_last_use(const Cell* c);
 inline void note_last_use(const Cell* c) {
   if (C10_UNLIKELY(!c->pool->on_host())) tell_last_use(c);
 }
 
-// What this thread has queued since its stream's last mark.
+// Work that this thread has queued since its stream's last mark.
 struct Unmarked {
   uint64_t bytes = 0;
   uint32_t ops = 0;
   // An H100 reads or writes 64 MiB in 24 us and copies them over its link in 1.2 ms: a copy that waits for a mark
-  // begins that much later at most. The mark costs the host 0.2 us and what the calls around it take.
+  // begins that much later at most. The mark costs the host 0.2 us and the time of the calls around it.
   bool due() const { return bytes >= (uint64_t{64} << 20) || ops >= 32; }
 };
 Unmarked& unmarked();
 void mark_stream();
-// Between two ops.
+// Called between two ops.
 inline void mark_now_and_then() {
   if (C10_UNLIKELY(unmarked().due())) mark_stream();
 }
@@ -42,8 +42,8 @@ inline void note_queued(uint64_t bytes) {
   ++unmarked().ops;
 }
 
-// While it lives, a block that this thread takes makes its stream wait for nobody: a read of the tier fills it, and
-// waits for the block's former users itself.
+// While it lives, a block that this thread takes makes no stream wait: a read of the tier fills the block, and the read
+// itself waits for the block's former users.
 struct FilledByTier {
   FilledByTier() : before_(mm_device_defer_waits(1)) {}
   ~FilledByTier() { mm_device_defer_waits(before_); }
@@ -55,7 +55,8 @@ struct FilledByTier {
 };
 
 void use_queued(Cell* c);
-// What this thread queues from now on may use the bytes. The caller has a pin, and they are there.
+// Orders the work that this thread queues from now on after the restore of the bytes. The caller has a pin, and the
+// cell is resident.
 inline void use_here(Cell* c) {
   if (C10_UNLIKELY(queues)) use_queued(c);
 }

@@ -37,14 +37,14 @@ void need_locked(Version* v) {
   if (!before && pulls_locked(v) && v->recipe) need_inputs_locked(v->recipe);
 }
 
-// An orphan that nobody needs any more lives only to be named: its bytes go.
+// Ends an orphan that no recipe needs, and frees its bytes.
 static void end_orphan_locked(Version* v, Trash* trash) {
   Cell* c = v->cell;
   v->cell = nullptr;
   check_lost_locked(v);
   c->version = nullptr;
   const uint32_t before = c->state.fetch_or(kDead, std::memory_order_acq_rel);
-  if ((before & kPinMask) || (before & kBusy)) return;  // whoever has it ends it
+  if ((before & kPinMask) || (before & kBusy)) return;  // the thread that has it pinned or busy ends it
   unregister_locked(c);
   forget_bytes_locked(c, trash);
   cell_memory().end_locked(c);
@@ -154,7 +154,7 @@ void settle_before_write(Cell* c) {
     c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
     if (queues) copy->filled_on = copy->pool->stream();
     note_home(copy);
-  } catch (const c10::OutOfMemoryError&) {  // what is pinned for the op leaves no room beside it: below there is some
+  } catch (const c10::OutOfMemoryError&) {  // the op's pins leave no room for a copy: the tier gets it
     const bool below = may_be_offloaded() && !c->small && c->pool->on_host();
     if (below) copy->slot = mm_tier_write_now(budget.tier, c->bytes.get(), c->nbytes);
     if (copy->slot < 0) {
@@ -233,7 +233,7 @@ void release_recipe_locked(Recipe* r, Trash* trash) {
   for (const TensorArg& a : r->tensors) {
     if (!a.version) continue;
     auto& readers = a.version->readers;
-    const auto last = std::find(readers.rbegin(), readers.rend(), r);  // the youngest mostly ends first
+    const auto last = std::find(readers.rbegin(), readers.rend(), r);  // the youngest usually ends first
     if (last != readers.rend()) {
       *last = readers.back();
       readers.pop_back();

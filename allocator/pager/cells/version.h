@@ -1,4 +1,4 @@
-// Versions: what a cell held, which recipes need it, and how it ends.
+// Versions: the bytes of a cell between two writes, the recipes that need them, and their end.
 #pragma once
 
 #include "base/events.h"
@@ -10,42 +10,43 @@ namespace memmgr::pager {
 void release_version_locked(Version* v, Trash* trash);
 void release_recipe_locked(Recipe* r, Trash* trash);
 bool has_bytes_locked(const Version* v);
-// Can its bytes be had: are they somewhere, or can its recipe make them?
+// Returns true if the bytes can be had: they are somewhere, or the recipe can make them.
 bool available_locked(const Version* v);
-// Called whenever bytes or a recipe have gone: tells whoever could be made from `v` that they cannot any more.
+// Called whenever bytes or a recipe have ended. Marks recipes that need `v` as broken if its bytes cannot be had any
+// longer.
 void check_lost_locked(Version* v);
-// A ghost has bytes for a while, as an orphan that may be offloaded; and has none again.
+// Gives a ghost bytes for a while, as an orphan that may be offloaded. end_loan_locked frees them.
 void lend_bytes_locked(Version* v, at::DataPtr bytes);
 void end_loan_locked(Version* v, Trash* trash);
 void need_locked(Version* v);
 void unneed_locked(Version* v, Trash* trash);
-// The cell's bytes are gone, or back: what its recipe reads is needed, or not any more.
+// Records that the cell is evicted, or restored: its recipe's inputs are needed, or no longer.
 void set_evicted_locked(Version* v, bool evicted, Trash* trash);
-// The cell has new bytes from here on, of unknown making. The old version becomes a ghost; whoever needs it has been
-// given its bytes before (see settle_before_write).
+// Gives the cell a new version without a recipe. The old version becomes a ghost. A recipe that needs it has its bytes
+// already (see settle_before_write).
 Version* new_version_locked(Cell* c, Trash* trash);
-// Before the bytes of `c` change: what is needed of them is kept as an orphan's copy (rule 4). Allocates; no lock held.
+// Called before the bytes of `c` change. Keeps the old bytes in an orphan if recipes need them (rule 4). Allocates; no
+// lock is held.
 void settle_before_write(Cell* c);
-// Both, so that nobody comes to need the old bytes in between; and the copy below is void.
+// Does both, so that no recipe begins to need the old bytes in between. Frees the copy in the tier.
 void begin_new_version(Cell* c);
-// The copy below is not true to the bytes any more.
+// Frees the copy in the tier, which no longer has the current bytes.
 void drop_slot(Cell* c);
 void forget_recipe_locked(Version* v, Trash* trash);
 
-// `made_by`: of the bytes that the event is about; null: not known. The graph's lock is held, or the recipe is the
-// caller's.
+// `made_by`: the recipe of the event's bytes; null: not known. The caller holds the graph's lock, or has the recipe.
 inline void note_event(Event what, const Recipe* made_by, uint64_t bytes, uint64_t ns) {
   if (C10_UNLIKELY(watched.load(std::memory_order_relaxed)))
     add_event(what, made_by ? made_by->info : nullptr, made_by ? made_by->module : 0, bytes, ns);
 }
 
-// True if the version is needed, or evicted, and its bytes are nowhere: it needs what its recipe reads.
+// True if the version is needed, or evicted, and has no bytes: it needs the inputs of its recipe.
 bool pulls_locked(const Version* v);
 inline bool recipe_available_locked(const Recipe* r) { return !r->broken; }
 void need_inputs_locked(Recipe* r);
 void unneed_inputs_locked(Recipe* r, Trash* trash);
 void forget_output_locked(Recipe* r, const Version* v);
-// The version was in the cell that the timeline has met so: a plan names it by that.
+// Records the ordinal that the cell had in the timeline: a plan names the version by it.
 inline void note_ghost_locked(Version* v, const Cell* c) {
   v->period = c->period;
   v->ordinal = c->ordinal;

@@ -1,17 +1,4 @@
-// Storages whose bytes lie in a private mapping of a file: safetensors, from_pretrained and torch.load(mmap=True) make
-// them. The file is a clean copy of the bytes until the first write.
-//
-// Words:
-//   mapping  one mmap of a file
-//   range    the part of a mapping that one storage has; several storages may have the same bytes
-//
-// The cell of such a storage is made in the mapping, or absent if no page of it has been read. When it is evicted, its
-// pages are given back, and the range stays mapped for as long as the cell lives. It is restored into memory of the
-// pool: from the file, which the tier reads as a slot that is lent to it, or from the tier's own file once it was
-// written. If another storage has some of the same bytes, the cell moves back to the mapping before that storage is
-// used, and both stay there (Escape::kSlice). When a budget ends the bytes move back to the mapping.
-//
-// Known limitation: a storage over a whole file has no `filename` while it is a cell.
+// Moves of cells between the pool and private mappings of files (cells/file_range.h has the words).
 #pragma once
 
 #include <c10/core/StorageImpl.h>
