@@ -62,7 +62,7 @@ void touch_arguments(Frame& frame, const OpInfo* info, const c10::IValue* args, 
   }
 }
 
-// What an op that nobody records has made: cells, and newborns where nobody has written yet (rule 3).
+// Makes cells of the outputs of an op that is not recorded, and newborns of outputs that are not written yet (rule 3).
 void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t returns,
                    c10::SmallVector<Cell*, 4>* made) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
@@ -80,7 +80,7 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
   }
 }
 
-// Foreign code may take their addresses next.
+// Pins the outputs for foreign code, which may take their addresses next.
 void keep_outputs(const torch::jit::Stack& stack, size_t returns) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
   collect_outputs(stack, returns, &storages);
@@ -92,7 +92,8 @@ void keep_outputs(const torch::jit::Stack& stack, size_t returns) {
     }
 }
 
-// The trap met by somebody inside the op who reads a tensor that no argument shows: it comes back, pinned.
+// The op has read a tensor that is not among its arguments, and has hit the trap. Restores and pins its cell. False:
+// the text is not from a trap.
 bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
   const uint64_t id = trapped_cell(what);
   if (!id) return false;
@@ -127,7 +128,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   Frame frame;
   frame.may_wait(depth.outermost());
   frame.reads_hardly(info->reads_hardly);
-  std::unique_ptr<Frame> extra;  // for tensors that no argument shows
+  std::unique_ptr<Frame> extra;  // for tensors that are not among the arguments
   const size_t n = info->arguments, base = stack->size() - n;
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
@@ -140,7 +141,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   const bool others_run = others_are_running(!depth.outermost());
   if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign && !info->seeded) &&
       !(records(info) && may_make_large(info, args, n))) {
-    // Small tensors only, nothing of ours to change and nothing to note.
+    // Only small tensors: the pager has nothing to restore, to change or to record.
     const bool again = others_run && depth.outermost() && !frame.declares_writes();
     if (C10_UNLIKELY(again)) kept.keep(args, n);
     try {
@@ -151,7 +152,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       if (C10_UNLIKELY(moment && !made.empty())) moment->ended(info, made.data(), made.size(), 0, 0);
       if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
       return;
-    } catch (const c10::OutOfMemoryError&) {  // it has made something large after all
+    } catch (const c10::OutOfMemoryError&) {  // the op has made a large output after all
       if (!again) throw;
       put_back();
     }
@@ -159,13 +160,13 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (C10_UNLIKELY(moment && !frame.empty())) moment->begins(info, frame);
   const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
   bool alone = false;
-  // Somebody's bytes are absent, or somebody else runs.
+  // Another try may be needed: another thread's op runs, cells are absent, or another thread has newborns.
   if (others_run || absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns())
     kept.keep(stack->data() + base, n);
   int pauses = 0;
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack);
-    const bool newborns_before = kept.there && others_have_newborns();  // one that ends meanwhile has left room
+    const bool newborns_before = kept.there && others_have_newborns();  // a newborn that ends from now on frees room
     try {
       if (depth.outermost() && !budget.forked) admitted.emplace(need, alone);
       call.run(frame, depth.outermost(), &kept);
@@ -176,7 +177,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       call.give_up();
       const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
       if (last || !kept.there || !depth.outermost() || call.began_writes || call.drew) {
-        if (kept.there) put_back();  // for the error: what the op needs
+        if (kept.there) put_back();  // the error's text needs the arguments
         throw;
       }
       alone = true;
@@ -192,14 +193,14 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     }
     frame.release();
     admitted.reset();
-    if (pauses > 0) wait_for_others(kPauseSeconds);  // until they have touched what they have made
+    if (pauses > 0) wait_for_others(kPauseSeconds);  // until other threads have touched their newborns
     put_back();
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
   }
   if (C10_UNLIKELY(queues)) note_queued(frame.bytes());
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
-  // An optimizer's new states have no bytes until it touches them, where room is short: else nobody would gain by it.
+  // An optimizer's new states have no bytes until their first touch, if room is short. Otherwise this gains nothing.
   const bool unborn = info->fills && tl_making_states && mm_arena_resident(budget.arena) > room_for_states();
   if (C10_UNLIKELY((budget.options.torture || unborn) && depth.outermost())) {
     extra.reset();
@@ -221,7 +222,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   if (C10_UNLIKELY(checks_graph) && tl_depth == 0 && tl_running_recipes == 0) check_graph_after_op();
 }
 
-// What a graph has touched lies in it as an address.
+// A captured graph stores addresses, so the cells that it touches may not move.
 void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Depth depth;
   Frame frame;
@@ -237,7 +238,8 @@ void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   for (Cell* c : made) escape(c, Escape::kCaptured);
 }
 
-// Of a block that has gone there is nothing to say: what comes back is told as it is used. False: not a cell's.
+// Handles record_stream. For an absent cell the call is skipped: streams are recorded when its bytes are used after the
+// restore. False: the tensor has no cell.
 bool tell_stream(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   const size_t n = op.schema().arguments().size();
   const c10::TensorImpl* t = (*stack)[stack->size() - n].toTensor().unsafeGetTensorImpl();
@@ -256,14 +258,15 @@ bool tell_stream(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch
   return true;
 }
 
-// A sparse tensor's `t` reads and swaps its indices.
+// False for a sparse tensor: its `t` reads and swaps its indices.
 bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const size_t n = op.schema().arguments().size();
   const c10::IValue* first = n > 0 ? &stack[stack.size() - n] : nullptr;
   return !first || !first->isTensor() || first->unsafeToTensorImpl()->has_storage();
 }
 
-// Before any of our own work for this op, since what ends now are ops like it.
+// Runs the deferred steps that the op's arguments need. This comes before the pager's own work for the op, since those
+// steps are ops, too.
 C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInfo* info,
                                       const torch::jit::Stack& stack) {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
@@ -274,7 +277,8 @@ C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInf
   for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(stack[i]);
 }
 
-// What a composite reads raw, in memory while the frame lives. Such a one may write as well.
+// Pins the tensors that a composite reads by address, while the frame lives. A composite that reads all of them may
+// write to them as well.
 void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
   const bool all = info->reads_raw == RawReads::kAll;
@@ -291,7 +295,7 @@ void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& s
   frame.begin_writes();
 }
 
-// Torch's own composites that read raw: a packed sequence's batch sizes, say.
+// Torch's own composites that read by address: a packed sequence's batch sizes, for example.
 template <c10::DispatchKey backend>
 void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   Frame read;
@@ -302,13 +306,13 @@ void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet
     OpInfo* info = info_of(op);
     finish_pending(op, info, *stack);
     pin_for_reader(read, info, *stack);
-    if (info->reads_raw == RawReads::kAll) scope.emplace();  // what its ops make it reads as well
+    if (info->reads_raw == RawReads::kAll) scope.emplace();  // the composite also reads the outputs of its ops
   }
-  op.redispatchBoxed(c10::DispatchKeySet(backend), stack);  // the composite itself; its ops find us again
+  op.redispatchBoxed(c10::DispatchKeySet(backend), stack);  // the composite itself; its ops come to the pager's kernel
 }
 
-// In a compiled region: what it makes stays the region's. What it touches need not be: a custom op may know of more
-// than the region was given.
+// Runs an op of a compiled region. Its outputs belong to the region until that ends. Its arguments may be other tensors
+// than the region's: a custom op may have its own.
 void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   finish_pending(op, info, *stack);
   Frame frame(false);
@@ -317,17 +321,18 @@ void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet 
   frame.pin_all();
   frame.begin_writes();
   if (info->kind == OpClass::kForeign)
-    op.redispatchBoxed(below, stack);  // its ops find us again
+    op.redispatchBoxed(below, stack);  // its ops come to the pager's kernel
   else
     call_below(op, below, stack);
 }
 
-// Torch 2.11 has our key before Python's, and its own way up to `__torch_dispatch__` switches off whatever comes before
-// that: what is called there would run unseen (rule 12). This one does the same, and leaves ours on.
+// In torch 2.11 the pager's key precedes Python's. Torch's way up to `__torch_dispatch__` excludes all keys that
+// precede Python's, so ops that are called there would not be seen (rule 12). This function does the same, and does not
+// exclude the pager's key.
 constexpr bool kBeforePython = static_cast<uint16_t>(kKey) > static_cast<uint16_t>(c10::DispatchKey::Python);
 
 void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  if (op.hasKernelForDispatchKey(c10::DispatchKey::Python)) {  // a library's own
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::Python)) {  // a library's own kernel
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
     return;
   }
@@ -343,7 +348,7 @@ void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
 }
 
-// Errors of ours become Python's, from the outermost op on.
+// Turns the pager's errors into Python's, at the outermost op.
 template <class Run>
 void with_our_errors(const Run& run) {
   try {
@@ -362,7 +367,7 @@ void with_our_errors(const Run& run) {
   }
 }
 
-// By the op's class.
+// Runs an op according to its class.
 void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   switch (info->kind) {
     case OpClass::kView:
@@ -390,7 +395,8 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
     op.redispatchBoxed(below, stack);
     return;
   }
-  if (C10_UNLIKELY(info->lazy_clone)) {  // a shared pointer could not leave: a copy of its own can
+  // A lazy clone shares its pointer, so it could not be evicted: a real copy can.
+  if (C10_UNLIKELY(info->lazy_clone)) {
     static const auto clone = c10::Dispatcher::singleton().findSchemaOrThrow("aten::clone", "");
     stack->emplace_back();  // memory_format
     ordinary(clone, info_of(clone), below, stack);
@@ -458,7 +464,8 @@ TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) {
              torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::CPU>>());
 }
 
-// On an accelerator what is read raw there; the integers of the others lie on the CPU, where no such budget has cells.
+// On an accelerator: ops that read weights by address there. Integers that the other ops read lie on the CPU, where
+// such a budget has no cells.
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
   for (const RawReader& reader : raw_readers())
     if (reader.reads == RawReads::kWeights)
@@ -473,9 +480,9 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
              torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::PrivateUse1>>());
 }
 
-// Until now a kernel that passes the key over had its place (memmgr/_dispatch.py). Torch gives a place to nobody while
-// it is taken, and were it left first, ops of other threads would find no kernel for a moment: so ours replaces it. The
-// member is private.
+// Until now a kernel that passes the op on had this place (memmgr/_dispatch.py). Torch registers no kernel at a place
+// that is taken. If the old one were removed first, ops of other threads would find no kernel for a moment. So the
+// pager's kernel replaces it. The member is private.
 using Fallbacks = std::array<c10::impl::AnnotatedKernel, c10::num_runtime_entries>;
 template <Fallbacks c10::Dispatcher::* member>
 struct Reached {
@@ -487,7 +494,7 @@ template struct Reached<&c10::Dispatcher::backendFallbackKernels_>;
 const bool place_is_free = [] {
   fallbacks_of(c10::Dispatcher::singleton())[c10::getDispatchTableIndexForDispatchKey(kKey)] = {};
   return true;
-}();  // before what follows: one file's are made in order
+}();  // before the registration below: the statics of a file are initialized in order
 
 TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

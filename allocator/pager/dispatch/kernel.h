@@ -7,8 +7,8 @@
 
 namespace memmgr::pager {
 
-// The cells of an op that has run are evicted: all of them by turns (torture), or those that can be made again.
-// Releases the frame.
+// Evicts the cells of an op that has run, and releases the frame. by_turns: all cells, alternately evicted and
+// offloaded (torture mode). Otherwise the cells that a recipe can make.
 void send_away(Frame* frame, bool by_turns);
 
 }  // namespace memmgr::pager

@@ -36,12 +36,12 @@ namespace {
 struct Kernel {
   PyCFunction original;
   OpInfo* info;
-  std::string args;  // a letter for each argument: a tensor that is read or written, or a number
+  std::string args;  // one letter for each argument: a tensor that is read or written, or a number
 };
 constexpr char kRead = 'r', kWritten = 'w';
 
-// By the table of functions of the library that holds the kernel. Python unloads no library, so an entry stays valid;
-// it is not erased, because a launch may wait without the GIL while the budget closes. Guarded by the GIL.
+// Kernels by the table of functions of their library. Python unloads no library, so an entry stays valid. It is not
+// erased, because a launch may wait without the GIL while the budget closes. Guarded by the GIL.
 std::unordered_map<PyMethodDef*, Kernel>& kernels() {
   static auto* k = new std::unordered_map<PyMethodDef*, Kernel>;
   return *k;
@@ -62,11 +62,11 @@ void touch(const Kernel& kernel, PyObject* args, Frame* frame) {
   for_each_tensor(kernel, args, [&](c10::TensorImpl* t, bool written) { frame->tensor(t, written); });
 }
 
-// When this returns, the kernel's tensors are in memory and pinned, and the written ones have a new version.
+// Restores and pins the kernel's tensors, and gives the written ones a new version.
 void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame, std::optional<Admitted>* admitted) {
   bool alone = false;
   for (int pauses = 0;;) {
-    const bool newborns_before = others_have_newborns();  // one that ends meanwhile has left room
+    const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
     try {
       if (outermost && !budget.forked) admitted->emplace(frame->bytes(), alone);
       std::optional<WithoutGil> released;
@@ -83,7 +83,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
     }
     frame->release();
     admitted->reset();
-    if (pauses > 0) wait_for_others(kPauseSeconds);  // until their newborns can be evicted
+    if (pauses > 0) wait_for_others(kPauseSeconds);  // until other threads' newborns can be evicted
     touch(kernel, args, frame);
   }
 }
@@ -128,12 +128,12 @@ PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
   return result;
 }
 
-// Takes the place of the kernel's C function while a budget is open.
+// Replaces the kernel's C function while a budget is open.
 PyObject* launch(PyObject* self, PyObject* args) {
   const Kernel& kernel = kernels().find(PyModule_GetDef(self)->m_methods)->second;
   std::optional<InKernel> inside;
   if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
-  // In a region its tensors are pinned already.
+  // In a region the kernel's tensors are pinned already.
   if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0)) {
     inside.reset();
     return kernel.original(self, args);
@@ -151,7 +151,8 @@ PyObject* launch(PyObject* self, PyObject* args) {
   });
 }
 
-// The table of functions of the library that holds the kernel; null: it is no function that Inductor's binding makes.
+// Returns the table of functions of the library that holds the kernel. Null: the function is not from Inductor's
+// binding.
 PyMethodDef* table_of(PyObject* function) {
   PyObject* self = PyCFunction_CheckExact(function) ? PyCFunction_GET_SELF(function) : nullptr;
   const PyModuleDef* module = self && PyModule_CheckExact(self) ? PyModule_GetDef(self) : nullptr;
@@ -159,7 +160,7 @@ PyMethodDef* table_of(PyObject* function) {
   return module && module->m_methods == def && def->ml_flags == METH_VARARGS ? def : nullptr;
 }
 
-// page_kernel(function, key, name, args) -> are its launches ops from now on?
+// page_kernel(function, key, name, args) -> True if its launches are ops from now on
 PyObject* py_page_kernel(PyObject*, PyObject* arguments) {
   PyObject* function;
   const char *key, *name, *args;

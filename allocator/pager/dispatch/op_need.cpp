@@ -49,7 +49,7 @@ struct Made {
   uint64_t bytes = 0, largest = 0;
 };
 
-// The bytes of its results that are no arguments, by the op's kernel for tensors without bytes; 0: not known.
+// Returns the bytes of the op's results that are no arguments, found by its meta kernel; 0: not known.
 Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IValue* args, size_t n) {
   using K = c10::DispatchKey;
   try {
@@ -74,12 +74,12 @@ Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IV
     op.redispatchBoxed(c10::DispatchKeySet(K::Meta), &stack);
     for (size_t i = stack.size() - std::min(info->returns, stack.size()); i < stack.size(); ++i) add(stack[i], &made);
     return made;
-  } catch (...) {  // it is for the text of another error
+  } catch (...) {  // the bytes are only for the text of another error
     return {};
   }
 }
 
-// The tensors that an op is given.
+// The tensors that an op was given.
 struct Given {
   std::vector<StoragePtr> cells;
   uint64_t all = 0, unmanaged = 0, gaps = 0, largest = 0;  // bytes
@@ -103,7 +103,8 @@ struct Given {
 void note_need_of(const Given& given, const Made& made) {
   failing_op().read_bytes = given.all;
   failing_op().result_bytes = std::max(failing_op().result_bytes, made.bytes ? made.largest : given.largest);
-  if (given.cells.empty() && !given.unmanaged) return;  // its results are its only need, and it has asked for them
+  // Its results are its only need, and their request is counted already.
+  if (given.cells.empty() && !given.unmanaged) return;
   const uint64_t beside =
       bytes_beside_what_stays(given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
   failing_op().need_bytes = bytes_that_stay() + beside + given.gaps + given.unmanaged + made.bytes;
@@ -115,7 +116,7 @@ void note_need_of(const Given& given, const Made& made) {
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
   failing_op().name = op.operator_name().name;
-  // A list op runs in slices, and an op that is not torch's may do anything.
+  // A list op runs in slices, and an extension's op may need any memory.
   if (!info->torchs || info->list_op || stack.size() < n) return;
   const c10::IValue* args = stack.data() + stack.size() - n;
   Given given;
@@ -129,7 +130,7 @@ void note_need(const std::string& kernel, const std::vector<c10::TensorImpl*>& t
   failing_op().name = kernel;
   Given given;
   for (c10::TensorImpl* t : tensors) given.add(t);
-  note_need_of(given, {});  // it makes nothing that it is not given
+  note_need_of(given, {});  // a kernel is given its outputs
 }
 
 }  // namespace memmgr::pager

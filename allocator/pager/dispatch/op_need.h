@@ -1,4 +1,4 @@
-// The memory that an op that found no room would have needed: all that it reads and makes, in memory at once.
+// The memory that an op without room would have needed: all that it reads and makes, resident at the same time.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -10,12 +10,12 @@
 
 namespace memmgr::pager {
 
-// Makes the op's need part of the floor. `stack` ends with the op's arguments, or with the rest of them.
-// Known limitations: an op whose results depend on values (a mask as index) counts with its arguments alone, and so
-// does one that draws.
+// Makes the op's need part of the floor. `stack` ends with the op's arguments, or with those that it has not taken.
+// Known limitation: an op whose result sizes depend on values (a mask as index), or one that draws, counts with its
+// arguments alone.
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack);
 
-// The same of a compiled graph's kernel, which is given all that it reads and writes.
+// Does the same for a compiled graph's kernel, whose arguments are all that it reads and writes.
 void note_need(const std::string& kernel, const std::vector<c10::TensorImpl*>& tensors);
 
 }  // namespace memmgr::pager

@@ -45,7 +45,7 @@ void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<
 }
 
 bool newly_large(const c10::StorageImpl* s) {
-  // A mapped one was an argument: there was no room for it.
+  // A mapped storage was an argument that found no room.
   return s && !cell_of(s) && adoptable(s) && s->nbytes() >= budget.options.small_bytes && !is_mapped(s);
 }
 
@@ -54,7 +54,7 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
     if (args[i].isTensor()) {
       if (info->kind != OpClass::kMetadata) return false;
       const c10::TensorImpl* t = args[i].unsafeToTensorImpl();
-      // Who compiles asks with sizes that are symbols, and memory is made of none.
+      // A compiler calls with symbolic sizes, for which no memory is allocated.
       return t->has_storage() && !t->has_symbolic_sizes_strides() &&
              static_cast<uint64_t>(t->numel()) * 16 >= budget.options.small_bytes;
     }
@@ -75,7 +75,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const size_t n = info_->arguments;
   const c10::IValue* args = stack_->data() + stack_->size() - n;
   frame.pin_all();
-  // What was touched is not reclaimed before we are through, whoever is told to make room.
+  // The touched cells are pinned until the op has ended, so no thread's reclaim evicts them.
   if (records(info_) && !tl_foreign && !budget.forked && !captures.load() &&
       (frame.bytes() > 0 || may_make_large(info_, args, n)))
     record(frame, args, n);
@@ -96,7 +96,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
     here.side = info_->expensive ? MM_SIDE_HIGH : MM_SIDE_LOW;
   }
   if (info_->seeded) drew = true;
-  // Nobody draws between another's noting of the state and its draw.
+  // No thread draws between the record of the generator's state and this op's draw.
   if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign) drawing_ = begin_drawing();
   if (info_->kind != OpClass::kForeign || info_->collective) {
     if (C10_UNLIKELY(recipe_ && recipe_->kind->clears.load(std::memory_order_relaxed))) {
@@ -138,7 +138,7 @@ bool Call::has_room(uint64_t bytes) {
 }
 
 bool Call::may_try(const Kind* kind, uint64_t bytes) {
-  constexpr uint32_t kMostInVain = 8;  // trials for which others had to leave
+  constexpr uint32_t kMostInVain = 8;  // determinism checks for which cells had to be evicted
   return has_room(bytes) || (!measures() && kind->trials.load(std::memory_order_relaxed) < kMostInVain);
 }
 
@@ -152,7 +152,7 @@ bool Call::may_try_in_place() const {
 
 namespace {
 
-// A kernel written in Python was told to end (Ctrl-C), which says nothing of its op.
+// Returns true if a kernel written in Python was interrupted (Ctrl-C), which is no result of a check.
 bool interrupts(const std::exception& e) {
   const auto* error = dynamic_cast<const pybind11::error_already_set*>(&e);
   if (!error) return false;
@@ -166,10 +166,10 @@ Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::Array
   try {
     return pager::run_again_in_place(*recipe_, left, all);
   } catch (const std::exception& e) {
-    // The op's results are lost. Nobody may find their cells without bytes: they end while we have them pinned.
+    // The op's results are lost. Their cells end while they are pinned, so no thread finds them without bytes.
     stack_->resize(stack_->size() - info_->returns);
     if (interrupts(e)) throw;
-    recipe_->kind->only_beside.store(true);  // it runs once more, and its kind is not tried like this again
+    recipe_->kind->only_beside.store(true);  // the op runs once more, and its signature is not checked in place again
     if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
     end_trial(recipe_->kind, false);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "memmgr: a second run failed: ", e.what());
@@ -183,9 +183,9 @@ void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
   if (!recipe_) return;
   recipe_->filled = info_->fills && !c10::GradMode::is_enabled();
   if (C10_LIKELY(recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew)) return;
-  if (kept_) kept_->keep(args, n);  // its trial may lose what the op has made
+  if (kept_) kept_->keep(args, n);  // the determinism check may lose the op's outputs
   if (info_->writes == 0) return;
-  // The first of its kind that writes in place: what it is going to write to, for the second run.
+  // At the first use of a signature that writes in place, the bytes before the write are copied for the second run.
   for (const TensorArg& a : recipe_->tensors)
     if (a.role == Role::kWritten && a.version->cell) {
       Cell* c = a.version->cell;
@@ -196,7 +196,7 @@ void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
             c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(c->nbytes),
                                                   c->pool->allocate(c->nbytes), c->pool->allocator(), false);
       } catch (const c10::OutOfMemoryError&) {
-        return;  // no room for a trial: another time
+        return;  // no room for a check: another time
       }
       c->pool->copy(pointer_of(before_.get()).get(), c->bytes.get(), c->nbytes);
     }
@@ -225,7 +225,7 @@ void Call::outputs(Frame& frame) {
       any = true;
       if (info_->uninitialized) begin_newborn_locked(c);
     }
-    if (C10_LIKELY(any && recipe_ && is_trusted())) {  // under the one lock: most ops that are recorded end here
+    if (C10_LIKELY(any && recipe_ && is_trusted())) {  // under one lock: most recorded ops end here
       note_run();
       attach_locked(std::move(recipe_), versions, &trash);
     }

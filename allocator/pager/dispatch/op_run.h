@@ -1,4 +1,4 @@
-// Call: one try of an op, from the pins of what it touches to the cells of what it made.
+// Call: one try of an op, from the pins of its arguments to the cells of its outputs.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -23,16 +23,18 @@
 namespace memmgr::pager {
 
 void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack);
-// The storages of the outputs on top of the stack, in order; null where there is none.
+// Collects the storages of the outputs on top of the stack, in order. Null: an output has none.
 void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<c10::StorageImpl*, 4>* storages);
-// No cell yet, and one that is paged.
+// Returns true if the storage is no cell, and would be a paged one.
 bool newly_large(const c10::StorageImpl* s);
-// Will an output be large enough to be a cell, though no argument is? What this misses is a root.
+// Returns true if an output may be large enough for a cell although no argument is. An output that this misses is a
+// root.
 bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n);
-// Without gradient an op's inputs are mostly written before anybody needs its outputs again.
+// Returns true if the op is recorded. Without gradient only ops that fill are: the inputs of others are mostly written
+// before their outputs are needed again.
 bool records(const OpInfo* info);
 
-// The arguments as they were, for another try: only where one may be needed.
+// The arguments before the op, for another try. Kept only where one may be needed.
 struct KeptArguments {
   c10::SmallVector<c10::IValue, 10> arguments;
   bool there = false;
@@ -42,7 +44,7 @@ struct KeptArguments {
   }
 };
 
-// Everything that one try of an op does; what it throws may be mended by the caller.
+// All that one try of an op does. After an exception the caller may try again.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack)
@@ -60,8 +62,9 @@ class Call {
 
  private:
   void note_scratch(uint64_t bytes);
-  static bool measures();  // without a limit: what a run needs is looked at, and may not be changed by that
-  // Is there room for a trial, which takes so much? Of a run that is measured only below what was there before.
+  static bool measures();  // a run without a limit: it measures the need of a run, and must not change it
+  // Returns true if there is room for a determinism check that takes so much. A measuring run stays below its
+  // high-water mark.
   static bool has_room(uint64_t bytes);
   static bool may_try(const Kind* kind, uint64_t bytes);
   bool may_try_in_place() const;
@@ -70,12 +73,13 @@ class Call {
   void outputs(Frame& frame);
   bool is_trusted() const { return recipe_->kind->trusted(); }
   void attach_if_trusted(c10::ArrayRef<Version*> versions);
-  // An `out=` that was resized leaves what it does not need as it was, and no second run knows that.
+  // Returns true if the op wrote all of its `out=`. A resized one keeps old bytes beyond its size, which a second run
+  // would not make.
   bool wrote_all() const;
   void attach_write(const Frame& frame);
-  // What is queued has hardly begun: of those the trial says how long they take.
+  // Records the seconds of the op. A queued op has hardly begun: its time comes from the determinism check.
   void note_run();
-  // Rule 8: twice at its first use, and compared.
+  // Rule 8: runs the op a second time at the first use of its signature, and compares the outputs.
   void try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all);
   void keep_until_done(Frame& frame, size_t returns);
 
@@ -84,10 +88,10 @@ class Call {
   c10::DispatchKeySet below_;
   torch::jit::Stack* stack_;
   std::unique_ptr<Recipe> recipe_;
-  Drawing drawing_;  // from noting the generator's state until the op has drawn
+  Drawing drawing_;  // from the record of the generator's state until the op has drawn
   StoragePtr before_;
   uint64_t ended_ = 0;             // ticks
-  KeptArguments* kept_ = nullptr;  // null: the op is inside of another, which is tried again as a whole
+  KeptArguments* kept_ = nullptr;  // null: the op is inside another one, which is tried again as a whole
 };
 
 }  // namespace memmgr::pager
