@@ -1,6 +1,6 @@
 #include "python/bind_figures.h"
 
-// Figures, and what tests ask for.
+// Figures, and functions for tests.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -29,7 +29,7 @@ namespace memmgr::pager {
 
 namespace {
 
-// take_away(tensor, turn) -> bytes that left: for tests
+// take_away(tensor, turn) -> the bytes evicted; for tests
 PyObject* py_take_away(PyObject*, PyObject* args) {
   PyObject* o;
   int turn = -1;
@@ -47,8 +47,8 @@ PyObject* py_take_away(PyObject*, PyObject* args) {
   });
 }
 
-// What is known about a cell, noted under the lock. Python's objects are made after it: making one may collect garbage,
-// and with it end a storage, which takes the lock.
+// A description of a cell, taken under the lock. Python objects are made after the lock is released: making one may
+// collect garbage and so end a storage, which takes the lock.
 struct CellRow {
   unsigned long long nbytes;
   const char* residency;
@@ -96,7 +96,7 @@ PyObject* py_describe(PyObject*, PyObject* o) {
   return row->object();
 }
 
-// cells() -> [dict]: all of them
+// cells() -> [dict], one for each cell
 PyObject* py_cells(PyObject*, PyObject*) {
   std::vector<CellRow> rows;
   {
@@ -118,8 +118,8 @@ void put(PyObject* dict, const char* key, uint64_t value) {
   Py_XDECREF(v);
 }
 
-// set_purpose(tensors, purpose): what the program has them for (Purpose in cell.h); what is no cell, or a small one, is
-// left out
+// set_purpose(tensors, purpose): the program's use of the tensors (Purpose in cells/types.h). Tensors without a cell,
+// or with a small one, are left out.
 PyObject* py_set_purpose(PyObject*, PyObject* args) {
   PyObject* tensors;
   int purpose;
@@ -132,7 +132,7 @@ PyObject* py_set_purpose(PyObject*, PyObject* args) {
     std::lock_guard<std::mutex> lock(graph_lock());
     for (const StoragePtr& s : storages)
       if (Cell* c = s ? cell_of(s.get()) : nullptr; c && !c->small && c->purpose == Purpose::kOther)
-        c->purpose = static_cast<Purpose>(purpose);  // for good: no sum of theirs falls
+        c->purpose = static_cast<Purpose>(purpose);  // set once, so that no sum by purpose falls
   }
   Py_RETURN_NONE;
 }
@@ -140,7 +140,7 @@ PyObject* py_set_purpose(PyObject*, PyObject* args) {
 PyObject* py_stats(PyObject*, PyObject*) {
   PyObject* d = PyDict_New();
   if (!d) return d;
-  mm_arena_stats a{};  // before the first budget of a process: whoever fails to open it asks, too
+  mm_arena_stats a{};  // zeros before the first budget of a process: a failed opening calls this, too
   if (budget.arena) mm_arena_stats_get(budget.arena, &a);
   put(d, "budget_bytes", a.budget_bytes);
   put(d, "resident_bytes.current", a.live_bytes + a.outside_bytes);
@@ -233,7 +233,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
     });
   }
   static const char* names[kPurposes] = {"other", "parameters", "gradients", "optimizer_states"};
-  for (size_t purpose = 1; purpose < kPurposes; ++purpose) {  // who asks knows the rest of all
+  for (size_t purpose = 1; purpose < kPurposes; ++purpose) {  // the rest is kOther
     const std::string name = names[purpose];
     put(d, ("resident_bytes." + name).c_str(), of[purpose].resident);
     put(d, ("below_bytes." + name).c_str(), of[purpose].below);
@@ -258,7 +258,7 @@ PyObject* py_note_refused(PyObject*, PyObject*) {
 
 PyObject* py_refusal(PyObject*, PyObject*) { return PyUnicode_FromString(refusal().c_str()); }
 
-// take_failed_op() -> (its name, what it needs, its arguments, its largest result), in bytes
+// take_failed_op() -> (name, bytes of its need, of its arguments, of its largest result)
 PyObject* py_failed_op(PyObject*, PyObject*) {
   const FailedOp failed = take_failed_op();
   const auto number = [](uint64_t bytes) { return static_cast<unsigned long long>(bytes); };
@@ -299,7 +299,7 @@ PyObject* py_device_stats(PyObject*, PyObject*) {
   return d;
 }
 
-// read_ahead(tensor or cdata) -> is it on its way? for tests
+// read_ahead(tensor or cdata) -> True if the read has begun or none is needed; for tests
 PyObject* py_read_ahead(PyObject*, PyObject* o) {
   return guarded([&]() -> PyObject* {
     const StoragePtr s = storage_of(o);

@@ -1,4 +1,4 @@
-// Figures and their test doors.
+// Figures, and functions for tests.
 #pragma once
 
 #include <Python.h>

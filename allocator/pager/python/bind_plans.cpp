@@ -1,7 +1,7 @@
 #include "python/bind_plans.h"
 
-// The Python module's functions for periods, plans and an optimizer's step: columns go out, rows come in. Nothing here
-// is on the way of an op.
+// The Python module's functions for periods, plans and an optimizer's step. Columns go out, plan actions come in. No op
+// calls them.
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -41,7 +41,7 @@ PyObject* bytes_of(const std::vector<T>& column) {
                                    static_cast<Py_ssize_t>(column.size() * sizeof(T)));
 }
 
-// What has just ended, and becomes the last timeline; in figures.
+// Makes the period that ended the last timeline. Returns its figures.
 PyObject* period_ended(Timeline ended, const Followed& followed) {
   last_timeline() = std::move(ended);
   const Timeline& t = last_timeline();
@@ -53,7 +53,7 @@ PyObject* period_ended(Timeline ended, const Followed& followed) {
       static_cast<unsigned long long>(followed.left.plan), "left_at", static_cast<Py_ssize_t>(followed.left.position));
 }
 
-// next_period(noted) -> dict: what ended, in figures. `timeline()` has the rest of it.
+// next_period(noted) -> dict: figures of the period that ended. `timeline()` has its columns.
 PyObject* py_next_period(PyObject*, PyObject* on) {
   const bool noted = PyObject_IsTrue(on) == 1;
   Followed followed;
@@ -79,7 +79,7 @@ PyObject* py_seek_loops(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-// wait_for_loop(): without the GIL, until a turn of a loop wants a plan; False: the budget ends
+// wait_for_loop(): waits without the GIL until a turn of a loop needs a plan. False: the budget ends.
 PyObject* py_wait_for_loop(PyObject*, PyObject*) {
   bool turned;
   Py_BEGIN_ALLOW_THREADS;
@@ -93,7 +93,7 @@ PyObject* py_end_wait_for_loop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// take_loop() -> as next_period(), of the turn that wants a plan; None: there is none
+// take_loop() -> as next_period(), for the turn that needs a plan; None: there is none
 PyObject* py_take_loop(PyObject*, PyObject*) {
   Followed followed;
   Timeline ended;
@@ -101,7 +101,7 @@ PyObject* py_take_loop(PyObject*, PyObject*) {
   return period_ended(std::move(ended), followed);
 }
 
-// turn_period(): an outermost backward begins
+// turn_period(): called where an outermost backward begins
 PyObject* py_turn_period(PyObject*, PyObject*) {
   Py_BEGIN_ALLOW_THREADS;
   turn_period();
@@ -112,7 +112,7 @@ PyObject* py_turn_period(PyObject*, PyObject*) {
 // timeline() -> dict of columns as bytes, of the period that ended last
 PyObject* py_timeline(PyObject*, PyObject*) {
   if (last_timeline().points) {
-    // The device is waited for without the GIL, and another period may end meanwhile: then that one is the last.
+    // The wait for the device is without the GIL. Another period may end during it, and is then the last one.
     Timeline timed = std::exchange(last_timeline(), Timeline());
     Py_BEGIN_ALLOW_THREADS;
     take_device_times(&timed);
@@ -174,7 +174,7 @@ PyObject* py_timeline(PyObject*, PyObject*) {
   return d;
 }
 
-// link() -> (write, read, of a CPU either way) seconds a byte, as they were measured
+// link() -> seconds a byte, as measured: (write, read, processor time either way)
 PyObject* py_link(PyObject*, PyObject*) {
   const Link now = link();
   return Py_BuildValue("(ddd)", now.write_seconds_per_byte, now.read_seconds_per_byte, now.cpu_seconds_per_byte);
@@ -203,8 +203,8 @@ std::vector<PlanRow> plan_rows(const Columns& c) {
   return rows;
 }
 
-// add_plan(hashes, departures, writes, reads, groups, kept): hashes as timeline() gave them; rows of int64, sorted by
-// position: (position, ordinal, what), for kept (made, read, ordinal)
+// add_plan(hashes, departures, writes, reads, groups, kept). hashes: as timeline() returned them. The others: actions
+// of int64, sorted by position: (position, ordinal, kind of action), and for kept (made, read, ordinal).
 PyObject* py_add_plan(PyObject*, PyObject* args) {
   PyObject *hashes, *rows[4], *kept;
   if (!PyArg_ParseTuple(args, "SSSSSS", &hashes, &rows[0], &rows[1], &rows[2], &rows[3], &kept)) return nullptr;
@@ -230,8 +230,9 @@ PyObject* py_add_plan(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// cuts(lists) -> [the first index of each slice, ..., the end], []: they stay whole. Lists of tensors, or None, of one
-// length. They stay whole, too, where two indices share memory: each op of a step does both before the next does one.
+// cuts(lists) -> [the first index of each slice, ..., the end]; []: the lists are not cut. lists: of tensors or None,
+// all of one length. They are not cut either if two indices share memory: each op of a step runs on all indices before
+// the next op does.
 PyObject* py_cuts(PyObject*, PyObject* lists) {
   if (!PyList_Check(lists)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
   std::vector<uint64_t> bytes;
@@ -280,7 +281,7 @@ void forget_periods() {
   drop_plans();
   seek_loops(false);
   next_period(false);
-  next_period(false);  // nor is it the period before any other
+  next_period(false);  // the last period must not be the one before any other
   last_timeline() = Timeline();
 }
 

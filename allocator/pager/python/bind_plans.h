@@ -5,7 +5,7 @@
 namespace memmgr::pager {
 
 bool add_plan_functions(PyObject* module);
-// At a budget's end.
+// Called when a budget ends.
 void forget_periods();
 
 }  // namespace memmgr::pager

@@ -1,6 +1,6 @@
 #include "python/bind_pool.h"
 
-// The Python module's functions for the pool and the tier: figures, and the probe of how fast a copy is.
+// The Python module's functions for the pool and the tier: figures, and a measurement of a copy's speed.
 #include <Python.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ PyObject* py_resident(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(budget.arena ? mm_arena_resident(budget.arena) : 0);
 }
 
-// set_limit(bytes): of the open budget from now on; `settle` lets go of what is beyond it
+// set_limit(bytes): the limit of the open budget from now on. `settle` evicts cells beyond it.
 PyObject* py_set_limit(PyObject*, PyObject* o) {
   const unsigned long long bytes = PyLong_AsUnsignedLongLong(o);
   if (PyErr_Occurred()) return nullptr;
@@ -79,8 +79,7 @@ PyObject* py_tier_stats(PyObject*, PyObject*) {
                   {"direct", static_cast<uint64_t>(t.direct)}});
 }
 
-// tier_probe(bytes) -> seconds (to write them, to read them back, of a CPU for both), None where there is no room to
-// try
+// tier_probe(bytes) -> seconds (of a write, of a read, of a processor for both); None: there is no room for it
 PyObject* py_tier_probe(PyObject*, PyObject* o) {
   const size_t n = PyLong_AsSize_t(o);
   if (PyErr_Occurred()) return nullptr;
@@ -111,14 +110,14 @@ PyObject* py_tier_probe(PyObject*, PyObject* o) {
   mm_tier_stats_get(budget.tier, &after);
   if (on_host) free(p);
   block.clear();
-  if (!on_host) mm_arena_reset_peak(budget.arena);  // the block was the budget's, but not the run's
+  if (!on_host) mm_arena_reset_peak(budget.arena);  // the block counted in the budget, but not in the run
   Py_END_ALLOW_THREADS;
   if (!read) Py_RETURN_NONE;
   return Py_BuildValue("(ddd)", static_cast<double>(written - begun) * 1e-9, static_cast<double>(read - written) * 1e-9,
                        static_cast<double>(after.cpu_nanoseconds - before.cpu_nanoseconds) * 1e-9);
 }
 
-// tier_inject(write errno, after writes, read errno, after reads): for tests
+// tier_inject(write errno, after writes, read errno, after reads); for tests
 PyObject* py_tier_inject(PyObject*, PyObject* args) {
   int write, writes, read, reads;
   if (!PyArg_ParseTuple(args, "iiii", &write, &writes, &read, &reads)) return nullptr;

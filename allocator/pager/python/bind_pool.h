@@ -1,4 +1,4 @@
-// A pool by itself, for tests of devices.
+// A pool without cells, for tests of devices.
 #pragma once
 
 #include <Python.h>

@@ -1,6 +1,6 @@
 #include "python/bind_ranking.h"
 
-// The Python module's functions for policies that rank ahead of need. Nothing here is on the way of an op.
+// The Python module's functions for policies that rank victims ahead of need. No op calls them.
 
 #include <cstring>
 
@@ -46,7 +46,7 @@ PyObject* py_candidates(PyObject*, PyObject*) {
   return result;
 }
 
-// set_ranking(serials: int64, ways: uint8), as bytes; the first leaves first
+// set_ranking(serials: int64, ways: uint8), as bytes. The first cell is evicted first.
 PyObject* py_set_ranking(PyObject*, PyObject* args) {
   Py_buffer serials, ways;
   if (!PyArg_ParseTuple(args, "y*y*", &serials, &ways)) return nullptr;

@@ -1,6 +1,6 @@
 #include "python/bind_readers.h"
 
-// What the readers ask for (rule 9): pins, escapes, threads, functions of extensions, captures.
+// Functions for readers (rule 9): pins, escapes, threads, functions of extensions, captures.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -44,7 +44,7 @@ PyObject* py_making_states(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-// Of the tensors and addresses in a list or tuple that have one.
+// Returns the storages of the tensors and addresses in a list or tuple. Items without a storage are left out.
 std::vector<StoragePtr> storages_of(PyObject* items) {
   std::vector<StoragePtr> storages;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
@@ -52,8 +52,8 @@ std::vector<StoragePtr> storages_of(PyObject* items) {
   return storages;
 }
 
-// add_pending(run, tensors) -> does it wait? Called with no arguments before anybody reads or writes one of the
-// tensors, which only `run` may hold under the names that are given here.
+// add_pending(run, tensors) -> True if `run` waits. It is called without arguments before a thread reads or writes one
+// of the tensors. Only `run` may hold these under the names that are passed here.
 PyObject* py_add_pending(PyObject*, PyObject* args) {
   PyObject *run, *tensors;
   if (!PyArg_ParseTuple(args, "OO!", &run, &PyList_Type, &tensors)) return nullptr;
@@ -65,7 +65,7 @@ PyObject* py_let_slices_wait(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-// any_away(tensors) -> are the bytes of one of them not in memory?
+// any_away(tensors) -> True if one of them is absent
 PyObject* py_any_away(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "any_away() takes a list");
   for (const StoragePtr& s : storages_of(list)) {
@@ -75,7 +75,7 @@ PyObject* py_any_away(PyObject*, PyObject* list) {
   Py_RETURN_FALSE;
 }
 
-// finish_pending([quietly]): quietly: whoever needs what fails is told.
+// finish_pending([quietly]). quietly: an error is raised where the result is used.
 PyObject* py_finish_pending(PyObject*, PyObject* args) {
   int quietly = 0;
   if (!PyArg_ParseTuple(args, "|p", &quietly)) return nullptr;
@@ -85,8 +85,8 @@ PyObject* py_finish_pending(PyObject*, PyObject* args) {
   });
 }
 
-// name(tensor or cdata) -> the number that stands for its address where addresses are compared, None: that is the
-// address, and whoever has the tensor may ask for it.
+// name(tensor or cdata) -> the number that replaces its address in comparisons; None: that is the address, which any
+// holder of the tensor may take.
 PyObject* py_name(PyObject*, PyObject* o) {
   return guarded([&]() -> PyObject* {
     const StoragePtr s = storage_of(o);
@@ -113,7 +113,7 @@ PyObject* py_escape(PyObject*, PyObject* args) {
     PyThreadState* saved = PyEval_SaveThread();
     try {
       Cell* c = cell_of(s.get());
-      // The slices of a mapped file become cells. The storage over the whole file does not, unless an op touches it.
+      // The slices of a mapped file become cells. The storage over the whole file becomes one only if an op touches it.
       const bool whole_file = static_cast<Escape>(why) == Escape::kSlice && is_mapped(s.get());
       if (!c && !whole_file && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
       if (c) escape(c, static_cast<Escape>(why));
@@ -134,7 +134,7 @@ PyObject* pin_one(PyObject* addressed, bool hardly) {
   return new_pin(std::move(storages), false, false, true, hardly);
 }
 
-// pin(sequence of tensors or cdatas[, written[, region[, held]]]) -> Pin. held: beyond this call.
+// pin(sequence of tensors or cdatas[, written[, region[, held]]]) -> Pin. held: it outlives this call.
 PyObject* py_pin(PyObject*, PyObject* args) {
   PyObject* sequence;
   int written = 0, region = 0, held = 0;
@@ -156,10 +156,10 @@ PyObject* py_pin_number(PyObject*, PyObject* o) {
   return pin_one(o, false);
 }
 
-// pin_item(cdata) -> Pin: one element of the storage is read.
+// pin_item(cdata) -> Pin, for a read of one element of the storage.
 PyObject* py_pin_item(PyObject*, PyObject* o) { return pin_one(o, true); }
 
-// beat(store, key, seconds) -> does it? a thread says in the store that this process runs; beat(): not any more.
+// beat(store, key, seconds) -> True if a thread now reports to the store that this process runs. beat(): it ends.
 PyObject* py_beat(PyObject*, PyObject* args) {
   PyObject* store = Py_None;
   const char* key = "";
@@ -173,7 +173,8 @@ PyObject* py_beat(PyObject*, PyObject* args) {
 
 PyObject* py_beats(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(beats_answered()); }
 
-// pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
+// pin_reducer(reducer, gradients) -> Pin of the storages that DDP's reducer reads outside of ops; None: it waits for no
+// gradient.
 PyObject* py_pin_reducer(PyObject*, PyObject* args) {
   PyObject* reducer;
   int gradients;
@@ -195,8 +196,8 @@ PyObject* py_reducer_storages(PyObject*, PyObject* reducer) {
 
 PyObject* py_moves_gradients(PyObject*, PyObject* reducer) { return PyBool_FromLong(moves_gradients(reducer)); }
 
-// call_foreign(function, args, kwargs) -> what it returns: C++ that is not torch's, called by other ways than
-// pybind11's.
+// call_foreign(function, args, kwargs) -> the function's result. The function is C++ that is not torch's, and is not
+// bound by pybind11.
 PyObject* py_call_foreign(PyObject*, PyObject* arguments) {
   PyObject *function, *args, *kwargs;
   if (!PyArg_ParseTuple(arguments, "OO!O!", &function, &PyTuple_Type, &args, &PyDict_Type, &kwargs)) return nullptr;
@@ -252,7 +253,7 @@ PyObject* py_reducers_listen(PyObject*, PyObject* begin) {
   Py_RETURN_NONE;
 }
 
-// forsake_file(path): it is about to be overwritten
+// forsake_file(path): called before the file is overwritten
 PyObject* py_forsake_file(PyObject*, PyObject* path) {
   PyObject* bytes = nullptr;
   if (!PyUnicode_FSConverter(path, &bytes)) return nullptr;

@@ -1,4 +1,4 @@
-// What Python's readers of raw bytes call.
+// Functions for Python's readers of raw bytes.
 #pragma once
 
 #include <Python.h>

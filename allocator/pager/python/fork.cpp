@@ -32,17 +32,17 @@ bool try_all(const std::vector<std::mutex*>& all) {
   return true;
 }
 
-// They nest in more than one order, so nobody waits for one while having another.
+// The locks nest in more than one order, so no thread waits for one while it has another.
 void before_fork() {
-  // A thread's first op copies torch's list of observers under a lock of torch's, which needs malloc as soon as there
-  // is one observer, and malloc is what a fork stops others in: a child would find that lock taken. So the thread that
-  // forks copies it now, and its child has no need to. (What a thread made in the child does first may still wait for
-  // ever.)
+  // A thread's first op copies torch's list of observers under a lock of torch's. Once there is an observer, that copy
+  // needs malloc, which a fork blocks in other threads: a child would find torch's lock taken. So the thread that forks
+  // makes its copy now, and its child needs none. (A thread that the child starts may still wait for ever at its first
+  // op.)
   at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   fork_locks().lock.lock();
   for (;;) {
     try {
-      if (transfers_under_way()) finish_transfers();  // the child has nobody who would
+      if (transfers_under_way()) finish_transfers();  // the child has no thread that would end them
     } catch (const std::exception&) {
     }
     while (!try_all(fork_locks().all)) sched_yield();
@@ -59,18 +59,18 @@ void after_fork_in_parent() {
 void after_fork_in_child() {
   after_fork_in_parent();
   new (&residency_changed()) std::condition_variable;
-  new (&drawing_lock()) std::mutex;  // held while an op draws, and guards nothing of ours
+  new (&drawing_lock()) std::mutex;  // held while an op draws; it guards no state of the pager
   forget_admission_in_child();
   forget_dropper_in_child();
   forget_watch_in_child();
   if (!budget.arena) return;
   budget.forked = true;
-  budget.pool->forget_in_child();  // also where a budget was just ending: it closes before the pool goes
+  budget.pool->forget_in_child();  // also if a budget was just ending: it closes before its pool ends
   if (!budget.open) return;
   stay_in_child();
   timeline_on = false;
-  // Who had them busy is not here. Bytes and residency change hands in one step under the lock, so one or the other
-  // holds: they are in memory, or still away.
+  // The threads that had cells busy are not in the child. Bytes and residency change in one step under the lock: each
+  // cell is either resident or absent.
   for_each_cell_locked([](Cell* c) { c->state.fetch_and(~kBusy); });
 }
 

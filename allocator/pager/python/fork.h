@@ -1,5 +1,5 @@
-// Forks: a forked child has a pager that only brings back. What was away at the fork comes back there from what the
-// child inherited: bytes that are in memory, recipes, and the parent's file (core/heirs.h). Nothing leaves, nothing is
+// Forks. The pager of a forked child only restores. Cells that were absent at the fork are restored from memory,
+// recipes and the parent's file, all of which the child has inherited (core/heirs.h). No cell is evicted, no op is
 // recorded and no thread runs.
 #pragma once
 

@@ -10,7 +10,8 @@ namespace memmgr::pager {
 
 namespace {
 
-// The gradient of a leaf; an undefined tensor where nobody may look. Most tensors never had one, and ask nobody.
+// Returns the gradient of a leaf; an undefined tensor if no thread may read it now. Most tensors never had one: they
+// need no check of other threads.
 const at::Tensor& gradient_of(PyObject* o) {
   static const at::Tensor none;
   if (!THPVariable_Check(o)) return none;
@@ -29,8 +30,7 @@ PyObject* py_raise_in(PyObject*, PyObject* args) {
   return PyBool_FromLong(raise_in(thread, exception, package));
 }
 
-// Torch 2.13 destroys the heap where another thread begins a backward while objects of Python's are made of its
-// gradients.
+// Torch 2.13 corrupts the heap if another thread begins a backward while Python objects are made of its gradients.
 PyObject* py_gradients_of(PyObject*, PyObject* tensors) {
   if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "gradients_of() takes a list");
   PyObject* found = PyList_New(0);
@@ -38,7 +38,8 @@ PyObject* py_gradients_of(PyObject*, PyObject* tensors) {
   if (elsewhere() != Elsewhere::kWaits) return found;
   for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors, i);
-    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
+    // Runs no code of the object.
+    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;
     const at::Tensor& t = THPVariable_Unpack(o);
     if (!t.defined() || !t.is_leaf() || !t.grad().defined()) continue;
     PyObject* gradient = THPVariable_Wrap(t.grad());

@@ -1,6 +1,6 @@
-// Gradients that another thread may be putting in place. A parameter's .grad is replaced by backward without the GIL,
-// and by `p.grad = None` in two halves with the GIL free between them, so that at some moments it names a tensor that
-// has died.
+// Gradients that another thread may be replacing. Backward replaces a parameter's .grad without the GIL. `p.grad =
+// None` replaces it in two steps with the GIL free between them, so that at some moments it names a tensor that has
+// ended.
 #pragma once
 
 #include <Python.h>

@@ -44,7 +44,7 @@ void run_beat(const std::shared_ptr<Beat>& beat, c10::intrusive_ptr<c10d::Store>
     try {
       store->set(key, std::vector<uint8_t>(said.begin(), said.end()));
       beat->answered++;
-    } catch (const std::exception&) {  // it may be gone; who looks there notices
+    } catch (const std::exception&) {  // the store may have ended; its readers notice that
     }
     lock.lock();
     beat->changed.wait_for(lock, every, [&] { return beat->ends; });
@@ -69,7 +69,7 @@ bool begin_beat(PyObject* object, const std::string& key, double seconds) {
   return true;
 }
 
-// A store whose host has vanished never answers, so nobody waits long.
+// A store whose host has vanished never answers, so the wait is bounded.
 void end_beat() {
   const auto beat = std::move(current_beat());
   current_beat().reset();

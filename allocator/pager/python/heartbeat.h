@@ -1,4 +1,5 @@
-// A rank's sign of life, for the others of its job: a thread that needs no GIL says in the store that the process runs.
+// A rank's sign of life for the other ranks of its job: a thread that needs no GIL reports to the store that the
+// process runs.
 #pragma once
 
 #include <Python.h>
@@ -8,10 +9,10 @@
 
 namespace memmgr::pager {
 
-// Every so many seconds `key` gets a count and the floor in bytes, until end_beat(). `store` is a c10d PrefixStore
+// Writes a count and the floor in bytes to `key` every so many seconds, until end_beat(). `store` is a c10d PrefixStore
 // whose own store is C++. False: this torch has no stores.
 bool begin_beat(PyObject* store, const std::string& key, double seconds);
 void end_beat();
-uint64_t beats_answered();  // of those that have begun last: as often the store has said that it has got them
+uint64_t beats_answered();  // how many reports of the last begin_beat() the store has confirmed
 
 }  // namespace memmgr::pager

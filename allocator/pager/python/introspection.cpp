@@ -51,7 +51,7 @@ struct Piece {
   int state;
 };
 struct Strip {
-  std::vector<std::pair<uint64_t, int>> marks;  // offset of a block's start, what lies there
+  std::vector<std::pair<uint64_t, int>> marks;  // offset of a block's start, and its state
   std::vector<Piece> pieces;
 };
 
@@ -87,7 +87,7 @@ PyObject* py_set_module(PyObject*, PyObject* number) {
 
 PyObject* py_ops_astray(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(take_mispredicted()); }
 
-// end_pass() -> (resident, unmanaged): the most in the pass that ends in this thread
+// end_pass() -> (resident, unmanaged): the high-water marks of the pass that ends in this thread
 PyObject* py_end_pass(PyObject*, PyObject*) {
   drop_unread_pending();
   end_pass_of_modules();
@@ -98,7 +98,7 @@ PyObject* py_end_pass(PyObject*, PyObject*) {
                        static_cast<unsigned long long>(a.unmanaged_peak_bytes));
 }
 
-// drain_events() -> ([(what, op or None, module, count, bytes, seconds)], events that found no entry)
+// drain_events() -> ([(event, op or None, module, count, bytes, seconds)], events that found no entry)
 PyObject* py_drain_events(PyObject*, PyObject*) {
   const EventSums taken = take_events();
   PyObject* list = PyList_New(0);
@@ -114,8 +114,9 @@ PyObject* py_drain_events(PyObject*, PyObject*) {
   return list ? Py_BuildValue("(NK)", list, static_cast<unsigned long long>(taken.unlisted)) : nullptr;
 }
 
-// watch_cells(limit) -> ([(bytes, state, has a copy, cannot leave now, references, seconds of its op, seconds since its
-// last touch, can be made again, op or None, module, False)] largest first, {module: (present, of these held, absent)})
+// watch_cells(limit) -> ([(bytes, state, has a copy, cannot be evicted now, references, seconds of its op, seconds
+// since its last touch, can be rematerialized, op or None, module, False)] largest first, {module: bytes (resident, of
+// these not evictable, absent)})
 PyObject* py_watch_cells(PyObject*, PyObject* o) {
   const long limit = PyLong_AsLong(o);
   if (limit < 0) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "a negative limit");
@@ -180,9 +181,9 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
   return nullptr;
 }
 
-// memory_map(columns) -> (bytes of address space shown, [bytes per state] * columns): free, other, may leave, cannot
-// leave now, leaving (queued, or with a copy below), arriving (none: nobody knows the block before it is there), hole.
-// Shown is the range up to its last block that has memory.
+// memory_map(columns) -> (bytes of address space shown, [bytes per state] * columns). The states: free, other,
+// evictable, not evictable now, next to be evicted (queued, or with a copy in the tier), arriving (never: a block is
+// not known before the bytes are there), hole. The range ends with its last block that has memory.
 PyObject* py_memory_map(PyObject*, PyObject* o) {
   const long columns = PyLong_AsLong(o);
   if (columns < 1 || columns > 4096) return PyErr_Format(PyExc_ValueError, "1 to 4096 columns");
@@ -201,7 +202,7 @@ PyObject* py_memory_map(PyObject*, PyObject* o) {
     std::sort(strip.marks.begin(), strip.marks.end());
     mm_arena_walk(budget.arena, &add_piece, &strip);
   }
-  // Addresses are plenty: long stretches without memory say nothing and would make the rest invisible.
+  // There are plenty of addresses: long stretches without memory would make the rest invisible.
   uint64_t live = 0, span = 0;
   for (const Piece& piece : strip.pieces)
     if (piece.state != kHole) live += piece.bytes;
@@ -236,7 +237,7 @@ PyObject* py_storage_info(PyObject*, PyObject* o) {
   return info_of_storage(THPVariable_Unpack(o));
 }
 
-// resident_cells() -> [(its storage's address, 0: it has died; bytes)]
+// resident_cells() -> [(its storage's address, bytes)]; address 0: the storage has ended
 PyObject* py_resident_cells(PyObject*, PyObject*) {
   std::vector<std::pair<unsigned long long, unsigned long long>> found;
   {

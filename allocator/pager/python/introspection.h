@@ -1,6 +1,5 @@
-// What is told to whoever looks: what happened, by op and module, the cells as they are, who holds what, the address
-// space. Nothing here changes a decision or holds a byte: cells are described under the graph's lock and no reference
-// to a storage is taken.
+// Reports to observers: events by op and module, the cells, their holders, the address space. Nothing here changes a
+// decision or keeps bytes alive: cells are described under the graph's lock, and no reference to a storage is taken.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +10,8 @@
 
 namespace memmgr::pager {
 
-// (its storage's address, bytes in memory, bytes, counted by the budget already); None: no storage on the device
+// Returns (its storage's address, bytes in memory, bytes, counted by the budget already); None: no storage on the
+// device.
 PyObject* info_of_storage(const at::Tensor& t);
 
 extern PyMethodDef observe_methods[];

@@ -1,4 +1,4 @@
-// The Python module: opening, closing and the errors. Nothing here is on the way of an op.
+// The Python module: opening, closing and the errors. No op calls these functions.
 #include <ATen/record_function.h>
 #include <Python.h>
 #include <pybind11/pybind11.h>
@@ -111,7 +111,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     pool->install();
     forget_askers();
     prepare_for_waiting();
-    watch_forks();  // after the core has: handlers run backwards, and ours waits for the tier
+    watch_forks();  // after the core's: handlers run in reverse, and the pager's waits for the tier
     mm_arena_reset_peak(budget.arena);
     mm_arena_reset_counts(budget.arena);
     reset_floor();
@@ -130,7 +130,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
   });
 }
 
-// Cells, and references that keep them alive while the GIL is free.
+// Returns the cells with references that keep them alive while the GIL is free.
 std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
   std::vector<std::pair<Cell*, WeakStorage>> weak;
   {
@@ -147,7 +147,8 @@ std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
   return held;
 }
 
-// A storage that was a cell of an earlier budget. A search does not find one that nobody but a graph of autograd holds.
+// A storage that was a cell of an earlier budget. A search of Python's objects does not find a storage that only
+// autograd's graph holds.
 struct FormerCell {
   WeakStorage storage;
   Escape escape;
@@ -159,22 +160,22 @@ std::vector<FormerCell>& former_cells() {
   return *f;
 }
 
-// True if the address that was handed out is in use for as long as the storage lives (rule 9). Those of NumPy and
-// DLPack are noted with their arrays (memmgr/_exported.py).
+// Returns true if the address that was handed out is in use for as long as the storage lives (rule 9). Addresses of
+// NumPy and DLPack are recorded with their arrays (memmgr/_exported.py).
 bool outlives_budget(Escape why) {
   return why == Escape::kPointer || why == Escape::kForeignWrite || why == Escape::kCaptured;
 }
 
-// Bytes that go back to a mapping are in memory twice until the pool's pages are given back.
+// Bytes that move back to a mapping are in memory twice until the pool's pages are given back.
 constexpr uint64_t kTrimEach = uint64_t{32} << 20;
 
-// close(): brings everything back, takes the cells off their storages, closes the tier.
+// close(): restores all cells, gives the storages their own pointers back, and closes the tier.
 PyObject* py_close(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     if (!budget.open) Py_RETURN_NONE;
     budget.pool->set_budget(MM_UNLIMITED);
     budget.options.torture = false;
-    struct Staying {  // what is back stays
+    struct Staying {  // a restored cell is not evicted again
       Staying() { nothing_leaves(true); }
       ~Staying() { nothing_leaves(false); }
     };
@@ -199,9 +200,9 @@ PyObject* py_close(PyObject*, PyObject*) {
       mm_arena_trim(budget.arena, 0);
       moved = 0;
     };
-    for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells come back
+    for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells are restored
       for (auto& [c, s] : cells) {
-        // Readers of a cell that an earlier budget gave up are told; this one has lost nothing.
+        // A cell that an earlier budget gave up raises at its next use; this budget has lost nothing.
         if (c->given_up || (resident && !c->resident())) continue;
         try {
           bool back = return_to_mapping(c);
@@ -228,14 +229,14 @@ PyObject* py_close(PyObject*, PyObject*) {
     catch_unseen_threads(false);
     let_callbacks_rest(false);
     watch_exports(false);
-    // Ops of other threads that began under the budget have pins on cells that end now, or are about to.
+    // Ops of other threads that began under the budget have pins on cells that end now, or are about to pin them.
     Py_BEGIN_ALLOW_THREADS;
     if (!wait_until_kernel_is_left(60))
       wrong = std::make_exception_ptr(std::runtime_error("memmgr: an op of another thread has not ended for a minute"));
     Py_END_ALLOW_THREADS;
     staying.reset();
     forget_fixed();
-    cells = all_cells();  // with those that were born meanwhile
+    cells = all_cells();  // with the cells that were made in between
     cut_recipes(true);
     for (auto& [c, s] : cells)
       if (cell_of(s.get()) == c && c->resident()) {
@@ -244,7 +245,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       }
     cells.clear();
     {
-      // What could not come back is lost with the tier: nobody may take a later tier's slot for it.
+      // A cell that could not be restored is lost with the tier: its slot must not be taken for one of a later tier.
       std::lock_guard<std::mutex> lock(graph_lock());
       for_each_cell_locked([](Cell* c) { c->slot = -1, c->given_up |= !c->resident(); });
     }
@@ -265,7 +266,7 @@ PyObject* py_close(PyObject*, PyObject*) {
   });
 }
 
-// adopt(tensor or cdata) -> bytes that became (or are) a cell
+// adopt(tensor or cdata) -> bytes of its cell, new or not; 0: it has none
 PyObject* py_adopt(PyObject*, PyObject* o) {
   return guarded([&]() -> PyObject* {
     const StoragePtr s = storage_of(o);
@@ -278,8 +279,8 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
   });
 }
 
-// adopt_all(tensors) -> bytes: these, the leaves' gradients, and what earlier budgets had. Gradients that another
-// thread puts in place meanwhile are met as ops touch them.
+// adopt_all(tensors) -> bytes. Adopts these, the leaves' gradients, and the cells of earlier budgets. A gradient that
+// another thread sets at the same time is adopted when an op touches it.
 PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
   const bool gradients = elsewhere() != Elsewhere::kGradients;
@@ -292,14 +293,15 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   };
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors, i);
-    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
+    // Runs no code of the object.
+    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;
     const at::Tensor& t = THPVariable_Unpack(o);
     add(t);
     if (gradients && t.defined() && t.is_leaf()) add(t.grad());
     if (gradients && t.defined()) guard_hooks_of(t);
   }
   std::vector<std::pair<StoragePtr, Escape>> escaped;
-  std::vector<FormerCell> kept;  // for a later budget: this one has no cell of it
+  std::vector<FormerCell> kept;  // for a later budget: this one makes no cell of them
   for (FormerCell& former : former_cells()) {
     StoragePtr s = former.storage.lock();
     if (!s) continue;
@@ -326,7 +328,7 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   });
 }
 
-// settle(): what was adopted past the limit leaves. Returns the bytes that are resident beyond it still.
+// settle(): evicts cells that were adopted past the limit. Returns the bytes that are still resident beyond it.
 PyObject* py_settle(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     uint64_t beyond = 0;
@@ -340,7 +342,7 @@ PyObject* py_settle(PyObject*, PyObject*) {
     }
     budget.pool->trim();
     Py_END_ALLOW_THREADS;
-    mm_arena_reset_peak(budget.arena);  // what was there before the budget is none of its doing
+    mm_arena_reset_peak(budget.arena);  // the peak before the budget does not count
     return PyLong_FromUnsignedLongLong(beyond);
   });
 }
@@ -360,7 +362,8 @@ PyObject* py_read_clock(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
-// count_ticks(step): time passes by so much with each look at the clock, whatever else the machine does; 0: as it does
+// count_ticks(step): each look at the clock advances it by `step`, at any load of the machine; 0: the clock runs as it
+// does
 PyObject* py_count_ticks(PyObject*, PyObject* o) {
   const unsigned long long step = PyLong_AsUnsignedLongLong(o);
   if (PyErr_Occurred()) return nullptr;
