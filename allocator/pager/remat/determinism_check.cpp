@@ -15,15 +15,15 @@ namespace memmgr::pager {
 namespace {
 
 constexpr int kPattern = 0xFF;  // not a number: an op that reads such bytes shows it
-using Word = uint32_t;          // no longer than a gap may be: a longer one hides in a word that is half written
+using Word = uint32_t;          // no longer than a gap: a longer word could hide one behind written bytes
 
 struct Compared {
   bool equal = true;
-  bool gaps = false;  // words of the second run that may be as malloc gave them
+  bool gaps = false;  // words of the second run that the op may not have written
   bool other = false;
 };
 
-// `second` was made in memory full of `fill`: a word that holds it still may be a gap.
+// `second` was made in memory full of `fill`: a word that still holds it may be a gap.
 void compare(const char* first, const char* second, uint64_t nbytes, int fill, Compared* found) {
   bool equal = true, written = false;
   Word filled;
@@ -40,7 +40,7 @@ void compare(const char* first, const char* second, uint64_t nbytes, int fill, C
     written |= !left_alone;
   }
   found->equal &= equal;
-  found->other |= !equal && !written;  // no two results of an op that writes nothing are its own
+  found->other |= !equal && !written;  // an op that wrote nothing has no result to compare
 }
 
 Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
@@ -73,14 +73,14 @@ Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, Stora
   if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
   if (first.other) return Again::kOther;
   if (!first.gaps) return Again::kSame;
-  // Gaps hold any bytes that malloc had there, ones too, as an earlier trial's memory. Results may be ones of their
-  // own.
+  // Gaps hold the bytes that malloc had there. These may be the pattern, from the memory of an earlier check. The op's
+  // own results may be the pattern, too. So a run over zeros decides.
   made.clear();
   made = run_over_inputs(r, nullptr, 0);
   const Compared second = compare(outputs, made, 0);
   if (second.other) return Again::kOther;
   if (first.equal && second.equal) return Again::kSame;
-  // From now on gaps are zeros, in the first result as well.
+  // From now on gaps are zeros, also in the first result.
   for (size_t i = 0; i < outputs.size(); ++i)
     if (outputs[i]) std::memcpy(pointer_of(outputs[i]).get(), pointer_of(made[i].get()).get(), outputs[i]->nbytes());
   return Again::kSameWhereWritten;
@@ -95,7 +95,7 @@ uint64_t sum_of(c10::ArrayRef<c10::StorageImpl*> outputs) {
   return sum;
 }
 
-// Words that are full of the pattern become zeros. False: there are none.
+// Sets words that hold the pattern to zero. False: there are none.
 bool clear_gaps(c10::ArrayRef<c10::StorageImpl*> outputs) {
   Word pattern;
   std::memset(&pattern, kPattern, sizeof pattern);
@@ -115,7 +115,7 @@ bool clear_gaps(c10::ArrayRef<c10::StorageImpl*> outputs) {
   return any;
 }
 
-// The results of one more run take the place of what is in `all`.
+// Runs the recipe once more. Its results replace those in `all`.
 void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::ArrayRef<c10::StorageImpl*> all,
              int fill) {
   for (c10::StorageImpl* s : outputs)
@@ -125,7 +125,8 @@ void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::Arr
     c10::StorageImpl* to = all[i];
     c10::StorageImpl* from = i < made.size() ? made[i].get() : nullptr;
     const bool large = i < outputs.size() && outputs[i];
-    if (!large && (!to || !from || cell_of(to))) continue;  // an input's, or one of the large ones under another shape
+    // An input's storage, or a large result's under another shape.
+    if (!large && (!to || !from || cell_of(to))) continue;
     TORCH_CHECK(from && from->nbytes() == to->nbytes(), "memmgr: a second run has results of other sizes");
     if (!large) {
       if (to->nbytes() > 0) std::memcpy(pointer_of(to).get(), pointer_of(from).get(), to->nbytes());
@@ -149,7 +150,7 @@ Again run_again_in_place(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outpu
   const uint64_t cleared = sum_of(outputs);
   replace(r, outputs, all, 0);
   const uint64_t third = sum_of(outputs);
-  if (first == second && second == third) return Again::kSame;  // such words are the op's own
+  if (first == second && second == third) return Again::kSame;  // such words are the op's own results
   return third == cleared ? Again::kSameWhereWritten : Again::kOther;
 }
 

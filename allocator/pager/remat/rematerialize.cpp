@@ -30,21 +30,22 @@ namespace {
 
 struct Kept {
   Version* version;  // counted
-  uint32_t until;  // the position of the group that reads it last; UINT32_MAX: of the one that made it some are to come
+  // The position of the group that reads it last; UINT32_MAX: the group that made it has reads to come.
+  uint32_t until;
 };
 
-// Ghosts whose bytes stay after the rematerialization that made them, for others of its group or of later ones. Guarded
-// by the graph's lock.
+// Kept intermediates: ghosts whose bytes are kept after the rematerialization that made them, for other cells of its
+// group or of later ones. Guarded by the graph's lock.
 std::vector<Kept>& kept_ghosts() {
   static auto* all = new std::vector<Kept>;
   return *all;
 }
 
-thread_local RematGroup* tl_group = nullptr;  // that this thread runs
+thread_local RematGroup* tl_group = nullptr;  // the group that this thread runs
 
 bool worth_keeping_locked(const Version* v) {
   if (!tl_group || !v->temporary) return false;
-  // What the plan keeps may be needed by nobody yet: what is made of it goes later, and is made again then.
+  // The plan may keep a ghost that no cell needs yet: a cell that is made of it is evicted later, and made again then.
   return (v->needed > 0 && tl_group->reads_later_locked(v)) || tl_group->may_keep_locked(v);
 }
 
@@ -64,12 +65,12 @@ uint64_t end_kept_locked(Trash* trash, Which&& which) {
   return bytes;
 }
 
-// The recipes that have to run, in order, with a reference on each; and what they made for one another.
+// The recipes that have to run, in order, with a reference on each, and the ghosts that they make for one another.
 struct Plan {
   std::vector<Recipe*> order;
-  std::unordered_map<const Version*, uint32_t> uses;  // of what these runs make, by later ones
+  std::unordered_map<const Version*, uint32_t> uses;  // by version that these runs make: later runs that read it
   std::vector<Version*> lent;                         // counted
-  bool beside_others = false;                         // an op's input may be made while its others are held
+  bool beside_others = false;                         // an input may be made while the op's other inputs are pinned
 
   ~Plan() {
     Trash trash;
@@ -109,7 +110,8 @@ void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Reci
       plan->uses[v]++;
       continue;
     }
-    if (v->cell && only_python_has(v->cell->storage)) continue;  // whoever needs it makes it beside its storage
+    // Input makes its bytes in other memory than the storage's.
+    if (v->cell && only_python_has(v->cell->storage)) continue;
     TORCH_CHECK(v->recipe,
                 "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
     plan->uses[v]++;
@@ -117,7 +119,7 @@ void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Reci
   }
 }
 
-// The bytes of one argument, held where they are while the op runs.
+// The bytes of one argument, pinned while the op runs.
 class Input {
  public:
   Input() = default;
@@ -127,9 +129,10 @@ class Input {
     if (storage_) drop(std::move(storage_));
   }
   bool has_still_locked(const Version* v) const { return aside_.get() || v->cell == pinned_; }
-  // False: the bytes are nowhere, so the plan is out of date. What has to be made again would be made beside the other
-  // inputs of the op, which is more than the op needs: the next plan makes it first, where its bytes have a tier to
-  // wait in. Where that has no room it would be dropped again and again.
+  // Pins the input and restores it. False: the plan is out of date, since the bytes have ended or were evicted. An
+  // evicted input would be made while the op's other inputs are pinned, which takes more room than the op needs. The
+  // next plan makes it first, and the tier keeps its bytes until the op runs. Where the tier has no room the input
+  // would be evicted again and again: beside_others makes it at once.
   bool fetch(const Version* v, Source* source, bool beside_others) {
     bool aside = false;
     for (;; std::this_thread::yield()) {
@@ -155,7 +158,7 @@ class Input {
   }
 
  private:
-  // Only a Python object has the storage, so its pointer is left alone (rule 11); this copy is read beside it.
+  // Only a Python object has the storage, so its pointer is not changed (rule 11). The bytes are made in other memory.
   void read_aside() {
     const OwnWork own;
     try {
@@ -183,7 +186,7 @@ class Input {
   at::DataPtr aside_;
 };
 
-// What came out for an evicted cell that nobody has claimed goes there. True if it did.
+// Gives a result to its evicted cell, if no other thread has that busy. True: the cell is resident.
 bool give_to_cell(Version* v, StoragePtr& made) {
   bool last;
   StoragePtr storage;
@@ -198,7 +201,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     storage = hold(c);
     if (!storage && !end_move_locked(c, true)) return false;
   }
-  if (!storage) {  // it has died meanwhile
+  if (!storage) {  // the storage has ended
     last_user_is_gone(c);
     return false;
   }
@@ -223,7 +226,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
   return true;
 }
 
-// Gives a counted version back.
+// Releases a counted version.
 struct Held {
   explicit Held(Version* v) : version(v) {}
   ~Held() {
@@ -235,7 +238,7 @@ struct Held {
   Version* version;
 };
 
-// True: done. False: something that the plan counted on has left meanwhile.
+// Runs one recipe. False: bytes that the plan counted on have been evicted.
 bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* result) {
   std::vector<Source> sources(r->tensors.size());
   std::vector<StoragePtr> made;
@@ -258,8 +261,8 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     for (const StoragePtr& s : made)
       if (s) bytes += s->nbytes();
     note_event(Event::kRematerialize, r, bytes, took);
-    // Pins do not keep another thread's op from writing to what this one read: then the old bytes have moved, and what
-    // was made of them is worth nothing.
+    // Pins do not keep another thread's op from writing to an input. The old bytes have then moved to an orphan, and
+    // the results may be wrong: they are dropped.
     std::lock_guard<std::mutex> lock(graph_lock());
     for (size_t i = 0; i < inputs.size(); ++i)
       if (!inputs[i]->has_still_locked(read[i])) return false;
@@ -298,7 +301,7 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     }
     if (give_to_cell(v, made[i]) || plan.uses[v] == 0) continue;
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (v->cell || v->refs == 1) continue;  // only we know it still
+    if (v->cell || v->refs == 1) continue;  // no other reference is left
     lend_bytes_locked(v, std::move(pointer_of(made[i].get())));
     pointer_of(made[i].get()).clear();
     v->refs++;
@@ -310,12 +313,13 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
 }  // namespace
 
 at::DataPtr rematerialize(Cell* c) {
-  constexpr int kPatience = 50;  // with other threads that drop what this one has made
+  constexpr int kPatience = 50;  // attempts that fail because other threads evict the results of this one
   counters.rematerializations++;
   const uint64_t tier_errors = counters.tier_errors;
   for (int attempt = 0; attempt < 1000; ++attempt) {
     std::optional<NothingIsDropped> kept;
-    if (attempt > 0) kept.emplace();  // what has come back stays to be had
+    // Restored inputs are offloaded and not evicted, so that the next attempt has them.
+    if (attempt > 0) kept.emplace();
     Plan plan;
     plan.beside_others = attempt > 0 && (counters.tier_errors != tier_errors || attempt > kPatience);
     const Version* target;
@@ -407,7 +411,7 @@ std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int 
     inputs.push_back(std::make_unique<Input>());
     if (!inputs.back()->fetch(a.version, &sources[i], true)) return {};
   }
-  // The time is that of this run: of all that is queued only its own stream's work comes before it.
+  // The streams are settled so that the time is this run's: of all queued work only its own stream's comes before it.
   budget.pool->settle_stream();
   const uint64_t begun = ticks();
   const Filling filling(fill);

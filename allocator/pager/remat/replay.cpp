@@ -18,7 +18,7 @@ namespace memmgr::pager {
 
 namespace {
 
-// Nothing of the caller's thread reaches the op: no autograd, autocast, functorch or mode, and not our own key.
+// No state of the caller's thread reaches the op: no autograd, autocast, functorch or mode, and not the pager's key.
 struct Below {
   Below() { ++tl_running_recipes; }
   ~Below() { --tl_running_recipes; }

@@ -9,10 +9,10 @@ namespace memmgr::pager {
 // Bytes for one argument of a run.
 struct Source {
   void* data = nullptr;
-  StoragePtr own;  // set: nobody else wants the bytes, the run may have them
+  StoragePtr own;  // set: the run may write to the bytes, since no recipe needs them
 };
-// Runs the recipe on these bytes (one source an entry of `tensors`), below autograd, functorch and modes, with its
-// numerics and a generator of its own. Returns the storages of its outputs, in the order of Recipe::outputs; null where
+// Runs the recipe on these bytes (one source for each entry of `tensors`), below autograd, functorch and modes, with
+// its numerics and a generator of its own. Returns the storages of its outputs, in the order of Recipe::outputs; null:
 // an output has none of its own.
 std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources);
 
