@@ -362,8 +362,7 @@ PyObject* py_read_clock(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
-// count_ticks(step): each look at the clock advances it by `step`, at any load of the machine; 0: the clock runs as it
-// does
+// count_ticks(step): each look at the clock advances it by `step`, at any load of the machine. 0: the machine's clock.
 PyObject* py_count_ticks(PyObject*, PyObject* o) {
   const unsigned long long step = PyLong_AsUnsignedLongLong(o);
   if (PyErr_Occurred()) return nullptr;

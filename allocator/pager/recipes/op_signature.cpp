@@ -11,19 +11,20 @@
 
 namespace memmgr::pager {
 
-// Kinds that differ in sizes and numbers alone. Where shapes change from step to step, each step's ops would be new
-// kinds, and run twice.
+// Signatures that differ in sizes and numbers alone. Where shapes change from step to step, each step's ops would have
+// new signatures, and would run twice.
 struct Family {
-  double seconds = 0, read_bytes = 0;     // of all that were tried
-  uint32_t tried = 0;                     // kinds of it that gave the same bytes again
-  uint64_t least = UINT64_MAX, most = 0;  // bytes that these were given
-  // Stands for those that are not tried; refused once one did not, or leaves bytes of its results alone.
+  double seconds = 0, read_bytes = 0;     // sums over the signatures that were checked
+  uint32_t tried = 0;                     // signatures that passed their check
+  uint64_t least = UINT64_MAX, most = 0;  // bytes of their inputs
+  // Stands for the signatures that are not checked. No longer trusted once one failed its check, or leaves bytes of its
+  // results unwritten.
   Kind kind;
 };
 
 namespace {
 
-constexpr uint32_t kTriedEnough = 32;  // of one program that does not change hardly a family has as many
+constexpr uint32_t kTriedEnough = 32;  // a program with fixed shapes rarely has as many signatures in a family
 
 struct Kinds {
   std::mutex& lock = taken_by_forks(new std::mutex);
@@ -43,7 +44,7 @@ void mix_geometry(HashOf<true>* hash, const TensorArg& a) {
   std::stable_sort(axes.begin(), axes.end(), [&](size_t x, size_t y) { return a.strides[x] < a.strides[y]; });
   int64_t dense = 1;
   for (const size_t i : axes) {
-    hash->mix_number(a.sizes[i], 4);  // of convolutions, channels, what is broadcast
+    hash->mix_number(a.sizes[i], 4);  // small sizes are told apart: of convolutions, channels, broadcast dimensions
     hash->mix(static_cast<uint64_t>(i * 4 + (a.strides[i] == 0 ? 1 : a.strides[i] == dense ? 2 : 3)));
     dense = a.strides[i] * a.sizes[i];
   }
@@ -79,7 +80,8 @@ uint64_t bytes_of(const Recipe& r) {
 
 bool stands_for_locked(const Family& family, uint64_t bytes) {
   const OpInfo* info = family.kind.info;
-  if (info->adds_in_any_order && info->in_order_unless < 0) return false;  // values say how, beside sizes
+  // The order depends on values, not on sizes alone.
+  if (info->adds_in_any_order && info->in_order_unless < 0) return false;
   return family.kind.trusted() && family.tried >= kTriedEnough && family.least <= bytes && bytes <= family.most &&
          !budget.options.verify;
 }
@@ -93,7 +95,7 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
   };
   static thread_local Entry recent[1024];
   Entry& e = recent[hash % 1024];
-  // A family's kind that is none any more is looked up again.
+  // A family's entry that is no longer trusted is looked up again.
   const auto holds = [](const Kind* k) { return !k->of_family || (k->trusted() && !budget.options.verify); };
   if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
   Kinds& known = kinds();

@@ -1,4 +1,4 @@
-// Kinds of ops, and how they earn trust (rule 8).
+// Op signatures, and how they earn trust (rule 8).
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>
@@ -20,23 +20,26 @@ enum class Trust : uint8_t {
   kNew,
   kYes,
   kNo,
-  kFamily,  // others of its family were tried, it was not: what it makes is checked when it comes back
+  // Others of its family were checked, it was not: its results are compared with their checksums when they are
+  // restored.
+  kFamily,
 };
 
-// An op with its dtypes, shapes, strides, all other arguments and its numerics.
+// An op signature: an op with its dtypes, shapes, strides, all other arguments and its numerics.
 struct Kind {
   OpInfo* info = nullptr;
-  c10::KernelFunction kernel;  // runs again, whatever is registered by then
+  c10::KernelFunction kernel;  // used for later runs, whichever kernel is registered by then
   std::atomic<Trust> trust{Trust::kNew};
-  std::atomic<bool> clears{false};       // it leaves bytes of its results alone: the memory for them is cleared first
-  std::atomic<uint32_t> trials{0};       // that found no room
-  std::atomic<bool> only_beside{false};  // a trial in the place of the first result has failed
-  std::atomic<uint64_t> needs_bytes{0};  // a budget in which the last of these would have found it
+  std::atomic<bool> clears{false};       // it leaves bytes of its results unwritten: their memory is cleared first
+  std::atomic<uint32_t> trials{0};       // determinism checks that found no room
+  std::atomic<bool> only_beside{false};  // a check in the place of the first result has failed
+  std::atomic<uint64_t> needs_bytes{0};  // bytes of a budget in which the last of these would have found room
   std::atomic<double> seconds{-1};       // of one run; -1: not measured
-  std::atomic<uint64_t> bits_bytes{0};   // of a result as a bit for each element; 0: one had more than two values
+  // Bytes of a result as a bit for each element; 0: a result had more than two values.
+  std::atomic<uint64_t> bits_bytes{0};
   Family* family = nullptr;
-  bool of_family = false;   // all of it that is not tried
-  uint64_t read_bytes = 0;  // of all tensors that it is given
+  bool of_family = false;   // the entry stands for all signatures of its family that are not checked
+  uint64_t read_bytes = 0;  // bytes of all its input tensors
 
   bool trusted() const {
     const Trust now = trust.load(std::memory_order_relaxed);
@@ -44,7 +47,7 @@ struct Kind {
   }
 };
 
-// kOfFamily: only small whole numbers are told from one another.
+// kOfFamily: only small numbers are told apart.
 template <bool kOfFamily>
 struct HashOf {
   uint64_t value = 0x243F6A8885A308D3ull;
@@ -58,12 +61,13 @@ struct HashOf {
     mix(static_cast<uint64_t>(v));
   }
   void mix_number(double v) {
-    if (kOfFamily && !(std::abs(v) <= 8 && std::nearbyint(2 * v) == 2 * v)) v = v < 0 ? -0.3 : 0.3;  // any
+    // For all other numbers.
+    if (kOfFamily && !(std::abs(v) <= 8 && std::nearbyint(2 * v) == 2 * v)) v = v < 0 ? -0.3 : 0.3;
     uint64_t bits;
     std::memcpy(&bits, &v, sizeof bits);
     mix(bits);
   }
-  // False where the value is of a sort that no recipe keeps.
+  // Returns false if no recipe keeps values of this type.
   bool mix_value(const c10::IValue& v) {
     if (v.isNone()) return mix(3), true;
     if (v.isInt()) return mix(5), mix_number(v.toInt()), true;
@@ -100,22 +104,24 @@ struct HashOf {
   }
 };
 
-// The kind with this hash, which `recipe` is of. Its family's own, while that speaks for it.
+// Returns the signature with this hash, which `recipe` has. It is the family's entry while that stands for it.
 Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& kernel, const void* code);
-// It was run twice.
+// Ends a determinism check.
 void end_trial(Kind* kind, bool same);
-// What came of it was not what it had been: from now on each kind is tried of the families that it and its chain trust.
+// A restored result of the recipe did not match its checksum. The families that it and its chain rely on are trusted no
+// longer: from now on each of their signatures is checked.
 void refuse_families_locked(const Recipe* recipe);
-// What others of its family took, by their bytes.
+// Returns the seconds that a run is expected to take, from its family's seconds for each byte.
 double seconds_by_family(const Recipe& recipe);
-// What one run took; a kind believes its faster runs.
+// Records the seconds of one run. A run in less than half the known time counts at once; other runs move it by 5 %.
 void note_seconds(Kind* kind, double seconds);
 
-// Of one run, as far as is known.
+// Returns the seconds of one run, as far as they are known.
 inline double seconds_of(const Recipe* r) {
   return std::max(0.0, r->seconds < 0 ? r->kind->seconds.load(std::memory_order_relaxed) : r->seconds);
 }
-// The largest budget that a kind needs that found no room for its trial; what it makes stays until it does.
+// Returns the largest budget that a signature needs whose check has found no room. Until it is checked its results
+// cannot be rematerialized.
 uint64_t untried_bytes();
 void forget_untried();
 

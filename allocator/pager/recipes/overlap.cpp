@@ -8,15 +8,15 @@ namespace memmgr::pager {
 
 namespace {
 
-// How far apart in one dimension an element of one may lie from an element of the other.
+// The distances in one dimension between an element of one view and an element of the other.
 struct Apart {
   int64_t stride, least, most;
 };
 
-// Are there steps within these bounds that come to `distance` together? The largest strides first. True where it takes
-// too many tries to say.
+// Returns true if steps within these bounds add up to `distance`, or if that takes too many tries to find out. The
+// largest strides come first.
 bool reaches(c10::ArrayRef<Apart> dims, int64_t distance) {
-  constexpr int64_t kTries = 3;  // of one dimension: strides that lie within each other have two
+  constexpr int64_t kTries = 3;  // for one dimension: strides that lie within each other need two
   if (dims.empty()) return distance == 0;
   const Apart first = dims.front();
   const c10::ArrayRef<Apart> rest = dims.slice(1);

@@ -51,7 +51,7 @@ namespace {
 
 bool is_zero(const c10::IValue& v) { return v.isDouble() && v.toDouble() == 0; }
 
-// Attention says that it draws, also where its dropout is off.
+// Attention is declared to draw, also where its dropout is off.
 bool draws(const OpInfo* info, const c10::IValue* args, size_t n) {
   if (!info->seeded) return false;
   const auto& arguments = info->op.schema().arguments();
@@ -68,8 +68,8 @@ struct Describer {
   OpInfo* info;
   Recipe* recipe;
   HashOf<false> hash;
-  c10::SmallVector<Cell*, 8> cells;                       // of `recipe->tensors`, null for values
-  c10::SmallVector<const c10::StorageImpl*, 8> storages;  // of the same, where the op writes
+  c10::SmallVector<Cell*, 8> cells;                       // cells of `recipe->tensors`; null for values
+  c10::SmallVector<const c10::StorageImpl*, 8> storages;  // of the same tensors, if the op writes
   bool ok = true;
 
   void tensor(const c10::IValue& v, size_t argument, int32_t element) {
@@ -125,7 +125,8 @@ struct Describer {
 
 }  // namespace
 
-// Libraries replace kernels of torch's, some for as long as one of their contexts is open. Null: there is none.
+// Returns the registered kernel; null: there is none. Libraries replace kernels of torch's, some while one of their
+// contexts is open.
 static const c10::KernelFunction* registered(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
   try {
     return &(op.*private_member(DefinitionOfHandle()))->op.lookup(keys);
@@ -134,7 +135,7 @@ static const c10::KernelFunction* registered(const c10::OperatorHandle& op, c10:
   }
 }
 
-// Who has a copy of the kernel keeps this address from being another's.
+// The address is not reused while a copy of the kernel exists.
 static const void* code_of(const c10::KernelFunction& kernel) {
   const c10::BoxedKernel& boxed = kernel.*private_member(BoxedOfKernel());
   const void* functor = (boxed.*private_member(FunctorOfBoxed())).get();
@@ -160,7 +161,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
     const c10::IValue& v = args[i];
     const bool left_out =
         statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var);
-    if (left_out) {  // they move once a step; what the op returns in training does not read them
+    if (left_out) {  // they change once a step; the op's results in training do not depend on them
       r->args.emplace_back();
       d.hash.mix(uint64_t{29});
     } else if (v.isTensor()) {
@@ -187,7 +188,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   }
   size_t written = 0;
   for (const TensorArg& a : r->tensors) written += a.role == Role::kWritten || a.role == Role::kFresh;
-  if (!d.ok || written != static_cast<size_t>(info->writes)) return nullptr;  // lists are written one by one
+  if (!d.ok || written != static_cast<size_t>(info->writes)) return nullptr;  // a list counts each of its tensors
   if (written > 0 && reads_its_own_writes(*r, d.storages)) return nullptr;
   if (draws(info, args, n)) {
     if (!can_draw_again(info)) return nullptr;
@@ -206,7 +207,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
     Cell* c = d.cells[i];
     if (!c) continue;
     Version* v = c->version;
-    // What others can write to unseen, or nobody has written yet, says nothing about what comes of it.
+    // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
     if (c->escape != Escape::kNone || v->uninitialized) d.ok = false;
     if (r->tensors[i].role == Role::kWritten && !(v->recipe && recipe_available_locked(v->recipe))) d.ok = false;
     if (!d.ok) break;
@@ -225,7 +226,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
     counters.recorded_ops += 1;
     return r;
   }
-  // References that were taken are given back; none of them is the last, since the cells have their own.
+  // Releases the references. None of them is the last, since each cell has one.
   for (TensorArg& a : r->tensors)
     if (a.version) a.version->refs--;
   r->tensors.clear();
@@ -290,7 +291,7 @@ double seconds_to_make_locked(const Version* v) {
     const Version* at = open.pop_back_val();
     const Recipe* r = at->recipe;
     if (!r || std::find(seen.begin(), seen.end(), r) != seen.end()) continue;
-    if (seen.size() == kLooks) return seconds * 4;  // long: expensive, however much it is
+    if (seen.size() == kLooks) return seconds * 4;  // a long chain is expensive in any case
     seen.push_back(r);
     seconds += seconds_of(r);
     for (const TensorArg& a : r->tensors)

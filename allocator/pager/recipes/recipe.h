@@ -14,21 +14,22 @@
 
 namespace memmgr::pager {
 
-// Describes the call on the stack before it runs; the cells of its large tensors are pinned and resident. Null where
-// the op cannot be run again. The result has references that the lock guards: end it with discard().
+// Describes the call on the stack before it runs. The cells of its large tensors are pinned and resident. Null: the op
+// cannot be run again. The result has references that the lock guards: end it with discard().
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n);
 void discard(std::unique_ptr<Recipe> recipe);
-// The recipe makes these versions.
+// Makes it the recipe of these versions.
 void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs, Trash* trash);
-// After attaching: the oldest recipes go where all take more than they may (rule 5). Takes the lock.
+// Called after attaching. Cuts the oldest recipes if all of them take more bytes than they may (rule 5). Takes the
+// lock.
 void keep_recipes_few();
 
-// Drops the recipes of what is resident and whom nobody needs: all (at the end), or the older half.
+// Drops recipes of resident versions that no other recipe needs: all (at the end), or the older half.
 void cut_recipes(bool all);
 
-// Seconds to make the version's bytes, with those of what is gone and must be made first; looks at a bounded number.
+// Returns the seconds to make the version's bytes, with those of absent inputs. Looks at a bounded number of recipes.
 double seconds_to_make_locked(const Version* v);
-// Is this an ordinary strided tensor with memory of its own?
+// Returns true for an ordinary strided tensor with memory of its own.
 bool is_plain(const c10::TensorImpl* t);
 
 }  // namespace memmgr::pager
