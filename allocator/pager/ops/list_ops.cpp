@@ -11,8 +11,7 @@ namespace memmgr::pager {
 namespace {
 
 constexpr uint64_t kSharesOfBudget = 8;
-constexpr uint64_t kUnlimitedSlice =
-    64 << 20;  // so that a run that only measures does not take whole lists for its floor
+constexpr uint64_t kUnlimitedSlice = 64 << 20;  // also in a measuring run, whose floor would otherwise be a whole list
 
 uint64_t slice_bytes() {
   if (budget.options.slice_bytes) return budget.options.slice_bytes;
@@ -21,8 +20,8 @@ uint64_t slice_bytes() {
   return limit >= MM_UNLIMITED ? kUnlimitedSlice : limit / kSharesOfBudget;
 }
 
-// On an accelerator torch looks at whole lists to choose between one kernel for all and one for each. Where all tensors
-// are of the plainest sort every slice takes the way that the whole would have taken.
+// On an accelerator torch inspects whole lists to choose one kernel for all tensors or one for each. If all tensors are
+// plain and alike, each slice gets the kernel that the whole lists would have got.
 bool all_plain(const c10::IValue* args, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     if (!args[i].isTensorList()) continue;
@@ -89,7 +88,7 @@ bool share_memory(const std::vector<InList>& all) {
   return false;
 }
 
-// Of the call on top of the stack, at each index; empty: its lists do not go together.
+// Returns the bytes at each index, for the call on top of the stack; empty: its lists cannot be cut together.
 static std::vector<uint64_t> bytes_by_index(const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->op.schema().arguments().size();
   const c10::IValue* args = stack.data() + stack.size() - n;

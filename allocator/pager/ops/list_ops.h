@@ -1,6 +1,6 @@
-// List ops: torch._foreach_* and the fused steps of optimizers. One call touches all parameters, so all of them would
-// be its working set. What they do to one index depends on no other, so a call runs as several on slices of its lists
-// (design section 5), with the same bits.
+// List ops: torch._foreach_* and the fused steps of optimizers. One call touches all parameters, so its working set
+// would be all of them. Its work at one index depends on no other index. So a call runs as several calls on slices of
+// its lists, with the same bits.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -11,26 +11,27 @@
 
 namespace memmgr::pager {
 
-// Of lists with so many bytes at each index: the first index of each slice, and the end; empty: they stay whole. A
-// slice has a share of the budget at most, unless a single index has more.
+// Returns the first index of each slice, and the end, for lists with so many bytes at each index; empty: they are not
+// cut. A slice has a share of the budget at most, unless a single index has more.
 std::vector<size_t> cuts(const std::vector<uint64_t>& bytes);
 
-// One of the lists' tensors, and where it stands in its list.
+// A tensor of the lists, and its index in its list.
 struct InList {
   const c10::TensorImpl* tensor;
   size_t index;
 };
 
-// Do two that stand at different places lie in the same memory?
+// Returns true if two tensors with different indices share memory.
 bool share_memory(const std::vector<InList>& all);
 
-// What counts of a tensor: what can leave.
+// Returns the bytes of the tensor that can be evicted.
 uint64_t bytes_in_list(const at::Tensor& t);
-// What the call on top of the stack has at its largest index, and at all: with a small budget it is cut at every index.
+// Returns the bytes at the largest index of the call on top of the stack, and at all: with a small budget the call is
+// cut at every index.
 Share largest_index(const OpInfo* info, const torch::jit::Stack& stack);
-// Of the call on top of the stack.
+// Returns the cuts of the call on top of the stack.
 std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack);
-// The arguments of one slice, from `first` to before `end`.
+// Returns the arguments of one slice, from `first` to before `end`.
 torch::jit::Stack slice_of(const c10::IValue* args, size_t n, size_t first, size_t end);
 
 // Runs the call in slices, each by `call(&its stack)`. False: it is small enough, or cannot be cut.

@@ -21,10 +21,10 @@
 
 namespace memmgr::pager {
 
-// What there is of float32 precisions by backend and op: asking for them one by one, with their inheritance, took a
-// quarter of what a recorded op costs. All keys are there from the beginning, so the addresses of the values stay.
+// The float32 precisions by backend and op. Reading them through torch's functions, with their inheritance, took a
+// quarter of a recorded op's time. All keys exist from the beginning, so the addresses of the values do not change.
 MEMMGR_PRIVATE_MEMBER(PrecisionsOfContext, at::Context, fp32_precision)
-// The first of the context's switches: before it lies what has been initialized.
+// The first of the context's switches. The members before it record the parts that were initialized.
 MEMMGR_PRIVATE_MEMBER(FirstOfContext, at::Context, enabled_cudnn)
 
 namespace {
@@ -48,7 +48,7 @@ const std::array<at::Float32Precision*, kPrecisions>& precisions() {
 }
 
 int16_t modes_now() {
-  int16_t modes = c10::GradMode::is_enabled() ? 1 : 0;  // oneDNN's LSTM makes its workspace only then
+  int16_t modes = c10::GradMode::is_enabled() ? 1 : 0;  // oneDNN's LSTM makes its workspace only with gradient
 #if defined(__x86_64__)
   modes |= static_cast<int16_t>(_mm_getcsr() & kDenormals);
 #endif
@@ -105,7 +105,7 @@ void write_switches(const Switches& now, const Switches& then) {
     c10::GradMode::set_enabled((then[14] & 1) != 0);
   }
   if (differs(15)) c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(then[15])));
-  // Is reduced precision allowed, is split-K: 0 both, 1 the second, 2 none.
+  // 0: reduced precision and split-K are allowed, 1: split-K only, 2: neither.
   if (differs(16)) c.setAllowFP16ReductionCuBLAS(then[16] == 0, then[16] < 2);
   if (differs(17)) c.setAllowBF16ReductionCuBLAS(then[17] == 0, then[17] < 2);
   if (differs(18)) c.setAllowFP16AccumulationCuBLAS(then[18]);
@@ -132,8 +132,8 @@ const Switches& switches_of(int id) {
   return known.all[static_cast<size_t>(id)];
 }
 
-// All that read_switches() looks at, as it lies in memory: to ask for one after another took a twentieth of a recorded
-// op.
+// All bytes that read_switches() depends on, as they lie in memory: reading one switch after another took a twentieth
+// of a recorded op's time.
 struct Seen {
   std::array<char, kMostOfContext> context{};
   std::array<at::Float32Precision, kPrecisions> float32{};
@@ -156,7 +156,7 @@ SwitchBytes switch_bytes() {
   return {first, size};
 }
 
-C10_NOINLINE Seen& last_seen() {  // inlined, the compiler asks where this thread's is at each use
+C10_NOINLINE Seen& last_seen() {  // not inlined: the compiler would look up the thread's address at each use
   static thread_local Seen seen;
   return seen;
 }
@@ -183,7 +183,7 @@ int numerics_now() {
               std::memcmp(seen.context.data(), bytes.first, bytes.size) == 0;
   for (size_t i = 0; i < kPrecisions; ++i) same &= seen.float32[i] == *float32[i];
   if (C10_LIKELY(same)) return seen.id;
-  // Read before the switches: what another thread changes in between differs the next time.
+  // Copied before the switches are read: a change by another thread in between is found at the next call.
   std::memcpy(seen.context.data(), bytes.first, bytes.size);
   for (size_t i = 0; i < kPrecisions; ++i) seen.float32[i] = *float32[i];
   seen.threads = threads;

@@ -13,7 +13,8 @@ namespace {
 
 using Names = std::unordered_set<std::string>;
 
-// Their ops write to what their schema says and to nothing else. Not c10d's: it declares nothing and writes.
+// Namespaces whose ops write to the arguments that their schemas declare and to nothing else. c10d is none of them: its
+// ops declare no write, and write.
 const Names& own_namespaces() {
   static const auto* n = new Names{"aten",
                                    "prims",
@@ -32,7 +33,7 @@ const Names& own_namespaces() {
   return *n;
 }
 
-// Aliases without saying so, or with a write that moves no bytes.
+// Ops that alias without a declaration, or whose declared write moves no bytes.
 const Names& views() {
   static const auto* n =
       new Names{"aten::_unsafe_view", "aten::_reshape_alias", "aten::record_stream", "aten::requires_grad_",
@@ -88,7 +89,7 @@ const Names& uninitialized() {
   return *n;
 }
 
-// In-place ops that never read what was there.
+// In-place ops that never read the old bytes.
 const Names& overwriters() {
   static const auto* n = new Names{"aten::fill_",      "aten::zero_",       "aten::copy_",   "aten::normal_",
                                    "aten::uniform_",   "aten::bernoulli_",  "aten::random_", "aten::exponential_",
@@ -96,7 +97,7 @@ const Names& overwriters() {
   return *n;
 }
 
-// What they make needs no input's bytes, so it can be made again whether or not there is a gradient: an optimizer's
+// Ops that need no input's bytes, so that their outputs can be made again with and without gradient: an optimizer's
 // first states, caches.
 const Names& fillers() {
   static const auto* n =
@@ -105,7 +106,7 @@ const Names& fillers() {
   return *n;
 }
 
-// Their `out=` is read: it is added to.
+// Ops that read their `out=`: they add to it.
 const Names& adds_to_out() {
   static const auto* n = new Names{"aten::_compute_linear_combination"};
   return *n;
@@ -124,7 +125,7 @@ const Names& storage_ops() {
   return *n;
 }
 
-// Results that are not a function of arguments and generator alone, that read what nobody wrote, or keep state.
+// Ops whose results depend on more than arguments and generator, or that read uninitialized memory, or keep state.
 const Names& never_again() {
   static const auto* n = new Names{"aten::_cudnn_init_dropout_state",
                                    "aten::_cudnn_rnn",
@@ -143,9 +144,9 @@ const Names& never_again() {
   return *n;
 }
 
-// What torch's kernels for accelerators add up, or choose, in the order in which threads come: those of forward passes
-// for which torch.use_deterministic_algorithms has another kernel, or an error. Two runs agree often enough to pass a
-// trial, and differ later.
+// Ops whose kernels for accelerators add up, or choose, in the order in which threads arrive: the forward ops for which
+// torch.use_deterministic_algorithms has another kernel, or an error. Two runs often agree, so that they pass the
+// determinism check, and differ later.
 const Names& any_order() {
   static const auto* n = new Names{"aten::scatter_add",
                                    "aten::scatter_add_",
@@ -183,16 +184,16 @@ const Names& any_order() {
   return *n;
 }
 
-// Of these, what threads of the CPU race for: where indices repeat the last one wins, or what is added comes in any
-// order. That depends on their values, so that no trial can tell.
+// Those of them whose CPU threads race, too. Where indices repeat, the last write wins, or sums come in any order. That
+// depends on the indices' values, so no check can find it.
 const Names& races_on_cpu() {
   static const auto* n = new Names{"aten::index_put",         "aten::index_put_", "aten::_index_put_impl_",
                                    "aten::_unsafe_index_put", "aten::put",        "aten::put_"};
   return *n;
 }
 
-// Their schemas do not say that they write to `running_mean` and `running_var`: in training, or, where there is no such
-// argument, always.
+// Ops whose schemas do not declare their writes to `running_mean` and `running_var`. They write in training; without an
+// argument `training`, always.
 const Names& writes_statistics() {
   static const auto* n = new Names{"aten::native_batch_norm",
                                    "aten::_native_batch_norm_legit",
@@ -204,9 +205,9 @@ const Names& writes_statistics() {
   return *n;
 }
 
-// Arguments that an op writes although its schema does not say so. The backwards of RNNs compute in what their forward
-// has kept for them, so that a second backward (`retain_graph`) meets it again. cuDNN and MIOpen advance the state of
-// their dropout generator in place; torch keeps it in one tensor a device and passes it to each forward.
+// Arguments that an op writes without a declaration. The backwards of RNNs compute in the memory that their forward
+// kept for them, so a second backward (`retain_graph`) reads it again. cuDNN and MIOpen advance the state of their
+// dropout generator in place; torch keeps it in one tensor for each device and passes it to each forward.
 const std::unordered_map<std::string, std::string>& written_in_silence() {
   static const auto* n =
       new std::unordered_map<std::string, std::string>{{"aten::mkldnn_rnn_layer_backward", "workspace"},
@@ -272,7 +273,7 @@ static bool is_torchs(const c10::OperatorHandle& op) {
 
 static bool starts_with(const std::string& text, const char* beginning) { return text.rfind(beginning, 0) == 0; }
 
-// True if calls of this op can be cut (list_ops.h).
+// Returns true if calls of this op can be cut (list_ops.h).
 static bool is_list_op(const c10::FunctionSchema& schema) {
   const std::string& name = schema.name();
   const bool steps = starts_with(name, "aten::_fused_") && name.back() == '_';
@@ -316,7 +317,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     if (a.type()->kind() == c10::TypeKind::GeneratorType ||
         (a.type()->kind() == c10::TypeKind::OptionalType && a.name() == "generator"))
       generator = static_cast<int>(i);
-    if (a.name() == "transposed") in_order_unless = static_cast<int>(i);  // a convolution's gradient, then
+    if (a.name() == "transposed") in_order_unless = static_cast<int>(i);  // the op is a convolution's gradient
     if (writes_statistics().count(name)) {
       if (a.name() == "running_mean") running_mean = static_cast<int>(i);
       if (a.name() == "running_var") running_var = static_cast<int>(i);
@@ -350,7 +351,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     kind = OpClass::kForeign;
     native = is_native(handle);
     keeps = native && !collective;
-    if (!writes)  // one that declares nothing may write to all that it was given
+    if (!writes)  // an op that declares no write may write to all its arguments
       for (size_t i = 0; i < may_hold_tensors.size(); ++i)
         if ((written[i] = may_hold_tensors[i])) writes++;
     return;
@@ -363,7 +364,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     return;
   }
   if (!torchs) {
-    // torch's own, but not an op of tensors alone: what it calls is paged, what it declares is believed.
+    // Torch's own, but not an op on tensors alone: the ops that it calls are paged, and its declared writes are
+    // believed.
     kind = OpClass::kForeign;
     only_reads = !writes && space != "profiler" && space.find("c10d") == std::string::npos && space != "_dtensor";
     return;
@@ -384,7 +386,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   const bool never = never_again().count(name) > 0 || silent != written_in_silence().end() || storage_op ||
                      uninitialized || lazy_clone;
   recordable = !never && kind != OpClass::kView && writes <= 1 && (!hidden || writes == 0);
-  // out= is written, not read; how much of it, what returns says.
+  // out= is written and not read. The returned tensor shows how much of it was written.
   if (positional_outputs && returns && !adds_to_out().count(name)) overwriter = true;
 }
 
@@ -408,8 +410,8 @@ bool runs_above_the_kernel(const c10::OperatorHandle& op) {
 
 namespace {
 
-// Ops that have ended so far. A handle is an address, and another op may begin where one has ended: a library of
-// Python's, a function of a notebook's that is defined again.
+// The number of ops that have ended. A handle is an address, and a new op may have the address of one that has ended:
+// one of a Python library, or of a notebook's function that is defined again.
 std::atomic<uint32_t> ended_ops{0};
 
 struct CountsEnds : c10::OpRegistrationListener {
@@ -420,7 +422,7 @@ struct CountsEnds : c10::OpRegistrationListener {
 }  // namespace
 
 OpInfo* info_of(const c10::OperatorHandle& op) {
-  // A few hundred ops are in use: two levels, the first without a lock.
+  // A few hundred ops are in use: there are two levels, the first without a lock.
   struct Entry {
     size_t hash = 0;
     OpInfo* info = nullptr;
@@ -438,7 +440,7 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
   (void)listening;
   std::lock_guard<std::mutex> held(lock);
   auto& [info, then] = (*all)[op];
-  // Torch's own stay; their kinds have earned trust.
+  // Torch's own entries are kept: their signatures have earned trust.
   if (!info || (then != ended && !(info->torchs && is_torchs(op)))) info = new OpInfo(op);
   then = ended;
   e = {hash, info, ended};

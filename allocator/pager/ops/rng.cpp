@@ -26,7 +26,7 @@ void Drawing::unlock() {
   tl_drawing = false;
 }
 
-// Whoever has the lock may want the GIL meanwhile, so nobody waits for it with the GIL.
+// The owner of the lock may need the GIL, so no thread waits for the lock with the GIL.
 Drawing begin_drawing() {
   if (tl_drawing) return {};
   std::unique_lock<std::mutex> lock(drawing_lock(), std::try_to_lock);
@@ -41,7 +41,7 @@ namespace {
 
 enum class Variant { kNone, kArgument, kOverload, kUniform, kNormal, kDropout, kState };
 
-// The overload that takes a generator: where its new argument goes is read from its schema.
+// Returns the overload that takes a generator. The place of the generator is read from its schema.
 const char* overload_with_generator(const c10::OperatorName& name) {
   const auto is = [&](const char* op, const char* overload) {
     return name.name == op && name.overload_name == overload;
@@ -76,7 +76,7 @@ at::Tensor empty_like_of(const torch::jit::Stack& stack) {
 
 bool can_draw_again(const OpInfo* info) { return way_of(info) != Variant::kNone; }
 
-// Of the managed device. Test devices draw from the CPU's.
+// Returns the managed device's generator. Test devices draw from the CPU's.
 static at::Generator default_generator() {
   if (on_cuda()) return at::globalContext().defaultGenerator(budget.pool->device);
   return at::detail::getDefaultCPUGenerator();
@@ -139,8 +139,8 @@ void draw_again(const OpInfo* info, const c10::KernelFunction& kernel, c10::Disp
       return;
     }
     case Variant::kState: {
-      // Any op: its state is two numbers, which the default generator has instead of its own meanwhile, by pointer. To
-      // set a seed would also make cuDNN's dropout begin anew.
+      // Works for any op. The state is two numbers, which the default generator uses by pointer until the op has drawn.
+      // Setting a seed would also restart cuDNN's dropout.
       const Drawing nobody_else = begin_drawing();
       struct Lent {
         Lent(at::Generator generator, const at::Generator& state) : own(std::move(generator)) {

@@ -1,4 +1,4 @@
-// Random numbers of recipes (rule 6): the state before an op drew, and drawing again from a generator of our own.
+// Random numbers of recipes (rule 6): the state before an op drew, and draws from a private generator.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -10,7 +10,7 @@
 
 namespace memmgr::pager {
 
-// Held from noting a state until the op has drawn: what lies between is nobody else's.
+// Held from the record of a state until the op has drawn, so that no other thread draws in between.
 std::mutex& drawing_lock();
 // While it owns the lock, only this thread draws from a generator that ops may share.
 class Drawing {
@@ -28,15 +28,15 @@ class Drawing {
  private:
   std::unique_lock<std::mutex> lock_;
 };
-// Owns nothing where the thread has the lock already.
+// Owns nothing if the thread has the lock already.
 Drawing begin_drawing();
 
-// Is there a way to run this op on a generator that is given?
+// Returns true if this op can run on a given generator.
 bool can_draw_again(const OpInfo* info);
-// A copy of the generator that the call will use.
+// Returns a copy of the generator that the call will use.
 at::Generator generator_before(const OpInfo* info, const c10::IValue* args);
-// Runs the op on the stack with a copy of `state` as its generator; the program's generators are not touched. By
-// `kernel`, unless it takes another op to give it one.
+// Runs the op on the stack with a copy of `state` as its generator. The program's generators do not change. Runs
+// `kernel`, unless only another op takes a generator.
 void draw_again(const OpInfo* info, const c10::KernelFunction& kernel, c10::DispatchKeySet keys,
                 const at::Generator& state, torch::jit::Stack* stack);
 
