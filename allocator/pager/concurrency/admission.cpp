@@ -14,7 +14,8 @@ namespace memmgr::pager {
 
 namespace {
 
-// Bytes that the ops under way have asked for, and how many ops these are in the upper bits: one addition for both.
+// Bytes that the admitted ops have asked for, with the number of these ops in the upper bits: one addition changes
+// both.
 constexpr int kOpsShift = 48;
 constexpr uint64_t kOneOp = uint64_t{1} << kOpsShift;
 
@@ -54,7 +55,7 @@ Admitted::Admitted(uint64_t bytes, bool alone) : asked_(kOneOp + std::min(bytes,
   WithoutGil released;
   std::unique_lock<std::mutex> lock(a.lock);
   a.waiting++;
-  // Bounded, because what is fixed changes without anybody's telling.
+  // Bounded, because fixed bytes change without a notification.
   while (!may_run()) a.changed.wait_for(lock, std::chrono::milliseconds(5));
   a.waiting--;
 }

@@ -1,5 +1,5 @@
-// Admission (rule 3): an op states what it will pin before it pins, and waits with nothing pinned where the pins of
-// others leave no room. One op is always admitted.
+// Admission (rule 3): an op states the bytes that it will pin before it pins. It waits without pins while the pins of
+// other ops leave no room. One op is always admitted.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace memmgr::pager {
 
 class Admitted {
  public:
-  // alone: wait until nobody else runs.
+  // alone: waits until no other op runs.
   Admitted(uint64_t bytes, bool alone);
   ~Admitted();
   Admitted(const Admitted&) = delete;
@@ -18,12 +18,12 @@ class Admitted {
   const uint64_t asked_;
 };
 
-// Who runs alone and finds no room waits so often for others to write to what they have made: on a busy machine a
-// thread may not run for long.
+// An op that runs alone and finds no room waits so often for other threads to write to their newborns: on a busy
+// machine a thread may not run for long.
 constexpr int kMostPauses = 200;
 constexpr double kPauseSeconds = 0.005;
 
-bool others_are_running(bool inside);  // has this thread been admitted?
+bool others_are_running(bool inside);  // inside: this thread has been admitted
 void wait_for_others(double seconds);
 void forget_admission_in_child();
 

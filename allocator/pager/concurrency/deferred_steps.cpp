@@ -35,12 +35,12 @@ namespace {
 
 struct Slice {
   PyObject* run;                                          // counted
-  std::unordered_map<c10::StorageImpl*, size_t> tensors;  // how many the slice has of each storage
-  at::ThreadLocalState state;                             // grad mode, autocast, functorch, modes: as the step had them
+  std::unordered_map<c10::StorageImpl*, size_t> tensors;  // how many tensors the slice has of each storage
+  at::ThreadLocalState state;  // grad mode, autocast, functorch, modes: as they were in the step
   int numerics = numerics_now();
-  std::optional<c10::Stream> stream{};  // the program's only one
-  std::thread::id runner{};             // set: it is under way
-  std::exception_ptr failure{};         // it has run, and whoever needed it could not be told
+  std::optional<c10::Stream> stream{};  // the only stream of the program
+  std::thread::id runner{};             // set: the slice runs
+  std::exception_ptr failure{};         // set: the slice has failed, and the error is still to be raised
 };
 using SlicePtr = std::shared_ptr<Slice>;
 
@@ -66,7 +66,8 @@ void end(const SlicePtr& slice) {
   pending().ended.notify_all();
 }
 
-// Is it this thread's now? Waits where another has begun it.
+// Claims the slice for this thread. Waits if another thread runs it. False: it has ended, or this thread runs it
+// already.
 bool begin(const SlicePtr& slice) {
   const auto waits = [&] {
     const auto found = pending().of_storage.find(slice->tensors.begin()->first);
@@ -91,8 +92,8 @@ bool begin(const SlicePtr& slice) {
   return false;
 }
 
-// A handler of Python may raise (Ctrl-C, an alarm, DataLoader's for dead workers). Inside a slice it would leave a step
-// half done that the program takes for done, so signals wait until it has ended. Python handles them in its main
+// A Python handler may raise (Ctrl-C, an alarm, DataLoader's for dead workers). Inside a slice it would leave a step
+// half done that the program believes done, so signals wait until the slice has ended. Python handles them in its main
 // thread.
 constexpr int kSignals[] = {SIGINT,  SIGTERM, SIGHUP,  SIGQUIT,   SIGALRM, SIGCHLD,
                             SIGUSR1, SIGUSR2, SIGXCPU, SIGVTALRM, SIGPROF, SIGIO};
@@ -103,7 +104,7 @@ pid_t deferring = 0;
 void defer(int number) {
   if (getpid() == deferring)
     came[number] = 1;
-  else  // a child that another thread has forked meanwhile
+  else  // a child that another thread has forked in between
     handlers[number].sa_handler(number);
 }
 
@@ -137,7 +138,7 @@ class SignalsWait {
   c10::SmallVector<int, std::size(kSignals)> deferred_;
 };
 
-// What it has thrown.
+// Runs the slice. Returns the exception that it has thrown.
 std::exception_ptr run(const SlicePtr& slice) {
   const PyGILState_STATE gil = PyGILState_Ensure();
   const SignalsWait signals_wait;
@@ -147,7 +148,7 @@ std::exception_ptr run(const SlicePtr& slice) {
     return std::make_exception_ptr(error);
   };
   std::exception_ptr failure;
-  if (PyErr_CheckSignals() != 0) failure = thrown();  // of a signal that came before
+  if (PyErr_CheckSignals() != 0) failure = thrown();  // by a signal that came before
   PyObject* result;
   {
     const NotCompiled not_compiled;
@@ -155,7 +156,7 @@ std::exception_ptr run(const SlicePtr& slice) {
     NumericsGuard numerics(slice->numerics);
     c10::OptionalStreamGuard stream;
     if (slice->stream && rule_holds(kRuleWhere)) stream.reset_stream(*slice->stream);
-    const int regions = std::exchange(tl_regions, 0);  // it is none of their code
+    const int regions = std::exchange(tl_regions, 0);  // the slice is no code of a compiled region
     result = PyObject_CallNoArgs(slice->run);
     tl_regions = regions;
   }
@@ -166,9 +167,9 @@ std::exception_ptr run(const SlicePtr& slice) {
   return failure;
 }
 
-// Once, in whichever thread needs it first. A slice that fails has ended all the same: like a step that fails in its
-// middle it has changed some of its tensors, and running it again would change these twice. `quietly`: who needs it
-// cannot be told, and the next who does is.
+// Runs a slice once, in the thread that needs it first. A slice that fails has ended: like a step that fails half way
+// it has changed some of its tensors, and a second run would change these twice. `quietly`: the caller cannot throw, so
+// the next one that needs the slice throws.
 void finish(const SlicePtr& slice, bool quietly = false) {
   if (!begin(slice)) return;
   std::exception_ptr failure = slice->failure ? slice->failure : run(slice);
@@ -184,7 +185,7 @@ void finish(const SlicePtr& slice, bool quietly = false) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Their stream is this thread's, or the CPU waits for it.
+// Orders this thread's work after the slices: they are on its stream, or the CPU waits for them.
 void come_after_slices() {
   if (queues && budget.pool->stream() != budget.pool->opened_on()) settle_late_slices();
 }
@@ -216,7 +217,7 @@ void finish_of(const What& what) {
   finish_each(found);
 }
 
-// Is every reader of its bytes an op or one of ours? Whoever has an address has a pin, too.
+// Returns true if every reader of the bytes is an op or a guarded reader. A holder of an address has a pin, too.
 bool is_watched(const c10::StorageImpl* s) {
   if (!s->device().is_cpu() && s->device() != budget.pool->device) return false;
   std::lock_guard<std::mutex> lock(graph_lock());
@@ -238,7 +239,7 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
     const c10::Device device = budget.pool->device;
     slice->stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
   }
-  for (;;) {  // others may add theirs while these end
+  for (;;) {  // other threads may add slices while these end
     c10::SmallVector<SlicePtr, 4> before;
     {
       std::lock_guard<std::mutex> lock(pending().lock);
@@ -275,7 +276,7 @@ void drop_unread_pending() {
       if (slice->runner != std::thread::id() || slice->tensors.begin()->first != storage) continue;
       const auto ours = [](const auto& t) { return c10::raw::intrusive_ptr::use_count(t.first) == t.second; };
       if (!std::all_of(slice->tensors.begin(), slice->tensors.end(), ours)) continue;
-      slice->runner = std::this_thread::get_id();  // nobody begins it now
+      slice->runner = std::this_thread::get_id();  // no thread begins it now
       unread.push_back(slice);
     }
   }
@@ -309,7 +310,7 @@ void settle_late_slices() {
   const uint64_t queued = pending().queued.load();
   if (C10_LIKELY(queued == pending().settled.load()) || !rule_holds(kRuleLate)) return;
   budget.pool->settle();
-  pending().settled = queued;  // a smaller one of another thread's costs one more wait
+  pending().settled = queued;  // a smaller value from another thread costs one more wait
 }
 
 }  // namespace memmgr::pager

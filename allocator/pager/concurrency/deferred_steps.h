@@ -1,4 +1,4 @@
-// Pending slices: parts of optimizers' steps that wait until somebody needs what they write.
+// Pending slices: parts of optimizers' steps that wait until a thread needs the tensors that they write.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -11,30 +11,32 @@
 
 namespace memmgr::pager {
 
-// How many wait, or are under way. Nobody looks further while there are none.
+// How many slices wait or run. 0: no thread looks further.
 extern std::atomic<int> pending_slices;
 
-// `run` is called once, with torch's thread state as it is now, before an op, a reader or a write of any thread meets
-// one of these storages: one for every tensor that `run` holds, and keeps alive. Slices that have met one of them
-// already end first. The GIL is held. False: somebody may have an address of one, so that its readers cannot be seen,
-// or the budget ends; nothing is noted.
+// Registers a slice. `run` is called once, with torch's thread state as it is now, before an op, a reader or a write of
+// any thread uses one of these storages. `storages` has one for every tensor that `run` holds, and is kept alive by it.
+// Earlier slices with one of these storages end first. The GIL is held. False: a storage's address may have been handed
+// out, so that its readers are not seen, or the budget ends. Nothing is registered then.
 bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages);
-// Whether slices may wait from here on: not once a budget ends.
+// False: slices wait no longer, as when a budget ends.
 void let_slices_wait(bool on);
 
-// Those end that hold one of these; whoever runs one now is waited for. Throws what it has thrown.
+// Runs the slices that have one of these storages, and waits for those that another thread runs. Throws their
+// exceptions.
 void finish_pending_of(const c10::IValue& value);
 void finish_pending_of(c10::StorageImpl* s);
-// All of them, also where one of them fails. Quietly: for who cannot throw; whoever needs what has failed is told.
+// Runs all slices, also if one fails. Quietly: for a caller that cannot throw; the next thread that needs a failed
+// slice throws.
 void finish_all_pending(bool quietly = false);
 
-// On an accelerator a slice is queued after the step has ended, and a program that puts its streams in order behind the
-// step knows nothing of that. So slices wait only while there is one stream, and are queued there; when a second one
-// appears (`several_streams`), or somebody gets an address, the CPU waits until those that ran late are over.
+// On an accelerator a slice is queued after the step has ended. A program that orders its streams after the step does
+// not order them after the slice. So slices wait only while there is one stream, and are queued on that. When a second
+// stream appears (`several_streams`), or an address is handed out, the CPU waits until the late slices have ended.
 void settle_late_slices();
 
-// What nobody else holds nobody will read: a model that has gone with its optimizer does not stay for its last step.
-// The GIL is held.
+// Drops slices whose tensors have no other owner, since no thread can read them: a model that ends with its optimizer
+// is not kept for its last step. The GIL is held.
 void drop_unread_pending();
 
 }  // namespace memmgr::pager

@@ -41,14 +41,14 @@ std::string_view text_of(PyObject* o) {
   return text ? text : "";
 }
 
-// The module of the function that runs in it.
+// Returns the module of the function that runs in the frame.
 std::string module_of(PyObject* frame) {
   const Owned globals(PyObject_GetAttrString(frame, "f_globals"));
   const bool known = globals.object && PyDict_Check(globals.object);
   return std::string(text_of(known ? PyDict_GetItemString(globals.object, "__name__") : nullptr));
 }
 
-// Where a thread sleeps until another one, or a peer, has something for it.
+// Returns true if a thread sleeps there until another thread, or a peer, wakes it.
 bool waits_in(PyObject* frame, std::string_view function) {
   static constexpr std::pair<std::string_view, std::string_view> kWaiting[] = {{"threading", "wait"},
                                                                                {"threading", "_wait_for_tstate_lock"},
@@ -83,7 +83,7 @@ Elsewhere does(PyFrameObject* top) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     const std::string_view function = text_of(code->co_name);
     if (frame == top && waits_in(reinterpret_cast<PyObject*>(frame), function)) found = Elsewhere::kWaits;
-    // A backward waits, too: for the engine's threads, for its peers, for a lock of the user's.
+    // A backward also waits: for the engine's threads, for its peers, for a lock of the user's.
     if (function == "_engine_run_backward" || (frame == top && may_set_gradients(code))) found = Elsewhere::kGradients;
     Py_DECREF(code);
     PyFrameObject* next = found == Elsewhere::kGradients ? nullptr : PyFrame_GetBack(frame);
@@ -93,7 +93,7 @@ Elsewhere does(PyFrameObject* top) {
   return found;
 }
 
-// For each thread of Python's besides this one. False: they could not be had.
+// Visits each Python thread except this one. False: they could not be listed.
 template <class F>
 bool each_other_thread(const F& visit) {
   PyThreadState* const mine = PyThreadState_Get();
@@ -108,20 +108,20 @@ bool each_other_thread(const F& visit) {
   return frames.object != nullptr;
 }
 
-// One that has not been seen to go on since the budget opened.
+// A thread that has not been seen to go on since the budget opened.
 struct Other {
   unsigned long thread;
   unsigned long system_thread;
   const void* frame;
   int instruction;
   uint64_t ops;
-  uint64_t looked_ns = 0, ran_ns = 0;  // when it last was seen to do something; the processor's time until then
+  uint64_t looked_ns = 0, ran_ns = 0;  // when it was last seen to run; its processor time until then
 };
 
 struct Others {
   std::mutex& lock = taken_by_forks(new std::mutex);
   std::vector<Other> all;
-  uint64_t until_ns = 0;  // whoever has not gone on by then computes nothing that we could wait for
+  uint64_t until_ns = 0;  // later no thread is waited for: one that has not gone on runs no op
 };
 
 Others& others() {
@@ -136,7 +136,7 @@ void remove_locked(std::vector<Other>::iterator from) {
   if (others().all.empty() && waiting_for_others.exchange(false)) hold_departures(false);
 }
 
-// What the system has written of a thread: no text where it has ended.
+// Returns the system's record of a thread; empty: it has ended.
 std::string_view read_of_thread(unsigned long system_thread, const char* what, char* text, size_t size) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/self/task/%lu/%s", system_thread, what);
@@ -146,9 +146,9 @@ std::string_view read_of_thread(unsigned long system_thread, const char* what, c
   return {text, n};
 }
 
-// It has ended, or it has slept for a while with next to nothing done.
+// Returns true if the thread has ended, or has slept for a while and run next to nothing.
 bool rests(Other* o, uint64_t now) {
-  constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may be longer at their pieces of its op
+  constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may take longer for their parts of its op
   char text[512], times[64];
   const std::string_view state = read_of_thread(o->system_thread, "stat", text, sizeof text);
   if (state.empty()) return true;
@@ -156,7 +156,7 @@ bool rests(Other* o, uint64_t now) {
   const bool sleeps = name != std::string_view::npos && name + 2 < state.size() && state[name + 2] == 'S';
   const std::string_view ran = read_of_thread(o->system_thread, "schedstat", times, sizeof times - 1);
   times[ran.size()] = 0;
-  const uint64_t ran_ns = ran.empty() ? now : std::strtoull(times, nullptr, 10);  // not told: it never rests
+  const uint64_t ran_ns = ran.empty() ? now : std::strtoull(times, nullptr, 10);  // not recorded: it never rests
   if (sleeps && o->looked_ns && ran_ns - o->ran_ns <= (now - o->looked_ns) / 20) return now - o->looked_ns >= kLongNs;
   o->looked_ns = sleeps ? now : 0;
   o->ran_ns = ran_ns;

@@ -1,4 +1,4 @@
-// What the threads besides this one do, as far as Python and the system can tell.
+// The activity of other threads, as far as Python and the system record it.
 #pragma once
 
 #include <Python.h>
@@ -8,24 +8,25 @@
 namespace memmgr::pager {
 
 enum class Elsewhere {
-  kWaits,      // every other thread waits for somebody
-  kRuns,       // one runs, and none puts gradients in place
-  kGradients,  // one does, or may: nobody else reads any
+  kWaits,      // every other thread waits for a thread or a peer
+  kRuns,       // one runs, and none sets gradients
+  kGradients,  // one sets gradients, or may: other threads read none
 };
 
-// With the GIL, which is not let go of: the answer holds until the caller lets go.
+// With the GIL. The answer holds until the caller releases it.
 Elsewhere elsewhere();
 
-// Raises it in that thread if what runs there is a function of this package's. What Python's collector runs there in
-// between, finalizers of the user's, is none: they would be cut short. Has it been raised? With the GIL.
+// Raises the exception in that thread if a function of this package runs there. A finalizer of the user's, which
+// Python's collector runs in between, is no such function: it would be cut short. True: the exception was raised. With
+// the GIL.
 bool raise_in(unsigned long thread, PyObject* exception, std::string_view package);
 
-// Where a budget opens, an op of another thread may have begun before it: nobody has pinned what it reads. From here on
-// nothing leaves until each thread has begun another op, or another call, or sleeps, or has ended. With the GIL.
+// An op of another thread may have begun before the budget opened, without pins on its arguments. Freezes eviction
+// until each thread has begun another op or another call, or sleeps, or has ended. With the GIL.
 void let_others_end_their_ops();
-// The GIL is let go of for a moment, for calls of Python's that end at once.
+// Releases the GIL for a moment, for Python calls that end at once.
 void give_others_a_moment();
-// Nothing leaves because of them. Asked by whoever needs room; without the GIL.
+// Returns true while other threads' ops freeze eviction. Called by requests for room, without the GIL.
 bool others_are_in_their_ops();
 void forget_others();
 
