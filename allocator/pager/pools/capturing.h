@@ -5,9 +5,9 @@
 
 namespace memmgr::pager {
 
-// Captures that are under way, in whatever thread.
+// Captures under way, in any thread.
 extern std::atomic<int> captures;
-// Does the calling thread's stream write down what it is given, instead of running it?
+// Returns true if the calling thread's stream is captured: its work is recorded instead of run.
 bool is_capturing();
 
 }  // namespace memmgr::pager

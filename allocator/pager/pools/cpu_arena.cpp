@@ -33,7 +33,7 @@ struct ArenaAllocator final : c10::Allocator {
   }
 
   at::DataPtr allocate(size_t n) override {
-    // Storages remember this allocator, and may grow when no budget is open.
+    // Storages keep this allocator, and may grow when no budget is open.
     if (!installed.load(std::memory_order_relaxed)) return previous->allocate(n);
     if (n == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
     Taking& here = taking();
@@ -46,14 +46,14 @@ struct ArenaAllocator final : c10::Allocator {
 };
 
 ArenaAllocator& the_allocator() {
-  static auto* a = new ArenaAllocator;  // never destroyed: storages remember it
+  static auto* a = new ArenaAllocator;  // never destroyed: storages keep it
   return *a;
 }
 
 void free_block(void* block) {
   if (!block) return;
   const ArenaAllocator& a = the_allocator();
-  // Some of torch's libraries (oneDNN) free by whatever allocator is in place then.
+  // Some of torch's libraries (oneDNN) free with the allocator that is registered at that time.
   if (C10_UNLIKELY(!mm_arena_owns(a.arena, block))) return a.previous->raw_deleter()(block);
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) a.tell_profiler(block, false);
   note_scratch_given(mm_arena_free(a.arena, block));
@@ -63,7 +63,7 @@ class CpuPool final : public Pool {
  public:
   explicit CpuPool(mm_arena* arena) : Pool(c10::Device(c10::kCPU), arena) { the_allocator().arena = arena; }
 
-  // A forked child makes nothing in the arena.
+  // A forked child allocates nothing in the arena.
   c10::DeleterFnPtr deleter() const override {
     return budget.forked ? the_allocator().previous->raw_deleter() : &free_block;
   }
@@ -86,9 +86,10 @@ class CpuPool final : public Pool {
     a.installed = true;
     c10::SetAllocator(c10::kCPU, &a, 255);
   }
-  // It stays in place, and hands on: what it gave may be freed by asking for the allocator again.
+  // The allocator stays registered and forwards to the previous one: its blocks may be freed by the registered
+  // allocator.
   void uninstall() override { the_allocator().installed = false; }
-  // The arena's lock may be another thread's at the fork: it is left alone.
+  // Another thread may have the arena's lock at the fork, so the arena is not used.
   void forget_in_child() override {
     ArenaAllocator& a = the_allocator();
     if (!a.previous) return;

@@ -46,7 +46,7 @@ class DevicePool final : public Pool {
   c10::DeleterFnPtr deleter() const override { return is_cuda() ? plugin->release : &free_on_device; }
   c10::Allocator* allocator() const override { return c10::GetAllocator(device.type()); }
 
-  // From this device whichever is current, and whether or not a budget is still open.
+  // Allocates on this device, whichever is current, with or without an open budget.
   at::DataPtr allocate(uint64_t nbytes) override {
     if (is_cuda()) {
       const c10::DeviceGuard here(device);
@@ -121,8 +121,8 @@ class DevicePool final : public Pool {
   bool sums_cheaply(uint64_t nbytes) const override { return has_kernels() || nbytes <= kPiece; }
   void scribble(void* p, uint64_t nbytes) override {
     if (!rule_holds(kScribbled)) return;
-    check(mm_device_wait_block(memory_, stream(), p), "waited for");  // it may be on its way out
-    mm_device_used(memory_, p, stream());                             // whose home may be another one
+    check(mm_device_wait_block(memory_, stream(), p), "waited for");  // a copy of it may be queued
+    mm_device_used(memory_, p, stream());                             // whose home may be another stream
     if (mm_device_fill(memory_, p, 0xCD, nbytes, stream()) == 0) return;
     static const auto* other = new std::vector<char>(1 << 16, '\xCD');
     for (uint64_t at = 0; at < nbytes; at += other->size())
@@ -172,11 +172,11 @@ class DevicePool final : public Pool {
 
   mm_device* const memory_;
   const bool torchs_ = plugin && plugin->is_torchs;
-  mm_stream main_ = nullptr;  // on which the budget was opened: what is read ahead is its
+  mm_stream main_ = nullptr;  // the stream on which the budget was opened: blocks for prefetches are allocated on it
 };
 
 std::array<DevicePool*, 64>& pools() {
-  static auto* all = new std::array<DevicePool*, 64>{};  // as long as the process: tensors may outlive budgets
+  static auto* all = new std::array<DevicePool*, 64>{};  // for the life of the process: tensors may outlive budgets
   return *all;
 }
 
@@ -194,7 +194,7 @@ struct DeviceAllocator final : c10::Allocator {
 
   at::DataPtr allocate(size_t n) override {
     DevicePool* pool = open.load(std::memory_order_relaxed);
-    // Storages remember this allocator, and may grow when no budget is open, or one on another device.
+    // Storages keep this allocator, and may grow when no budget is open, or one on another device.
     if (!pool || budget.forked || c10::impl::getDeviceGuardImpl(pool->device.type())->getDevice() != pool->device)
       return previous->allocate(n);
     if (n == 0) return {nullptr, nullptr, &free_on_device, pool->device};
@@ -207,18 +207,18 @@ struct DeviceAllocator final : c10::Allocator {
 };
 
 DeviceAllocator& the_allocator_of_devices() {
-  static auto* a = new DeviceAllocator;  // never destroyed: storages remember it
+  static auto* a = new DeviceAllocator;  // never destroyed: storages keep it
   return *a;
 }
 
 // ---- CUDA's ----
 
-std::atomic<DevicePool*> cuda_open{nullptr};  // or the last one that was: another thread may be on its way here
+std::atomic<DevicePool*> cuda_open{nullptr};  // or the last one: another thread may be about to call it
 
 void* take_for_cuda(size_t nbytes, mm_stream stream) { return cuda_open.load()->take(nbytes, stream); }
 
 const mm_plugin_hooks* hooks_of(int ordinal) {
-  static mm_plugin_hooks hooks[64];  // one a device: another thread may still be looking at the last budget's
+  static mm_plugin_hooks hooks[64];  // one for each device: another thread may still read the last budget's
   hooks[ordinal] = {ordinal,
                     &take_for_cuda,
                     [](uint64_t n) { return room_maker.reclaim(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
@@ -257,12 +257,12 @@ void DevicePool::uninstall() {
   if (is_torchs())
     settle();
   else
-    mm_device_trim(memory_, 0);  // waits, too
+    mm_device_trim(memory_, 0);  // waits for the device, too
 }
 
 void DevicePool::forget_in_child() {
   queues = false;
-  if (is_cuda()) return;  // its own handler has seen to it
+  if (is_cuda()) return;  // the plugin has a fork handler of its own
   DeviceAllocator& a = the_allocator_of_devices();
   a.open = nullptr;
   if (a.previous) c10::SetAllocator(device.type(), a.previous, 255);

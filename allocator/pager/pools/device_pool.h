@@ -1,5 +1,6 @@
 // The pool of an accelerator: its memory in stream order (memmgr/device.h). CUDA's blocks come from the allocator that
-// lies in torch's place there (allocator/cuda); other devices have theirs looked up at every use, so it is put there.
+// replaces torch's there (allocator/cuda). Other devices look up their allocator at every use, so it is registered
+// there.
 #pragma once
 
 #include "memmgr/plugin.h"
@@ -7,9 +8,9 @@
 
 namespace memmgr::pager {
 
-// driver: a library with the driver's entry points, null for CUDA's. Throws where the memory cannot be had.
+// driver: a library with the driver's entry points; null for CUDA's. Throws if the memory cannot be opened.
 Pool* device_pool(c10::Device where, const char* driver);
-// CUDA's allocator is ours, or torch's own behind our door, and this is its table.
+// Sets the table of CUDA's allocator, which is memmgr's, or torch's own behind memmgr's interface.
 void use_plugin(const mm_plugin* plugin);
 
 }  // namespace memmgr::pager

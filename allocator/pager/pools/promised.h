@@ -5,7 +5,7 @@
 
 namespace memmgr::pager {
 
-// Until it ends no allocation gets this room. Meanwhile what it is for is counted as outside.
+// While it lives no allocation gets this room. Its owner counts the memory as outside before it ends.
 class Promised {
  public:
   Promised(mm_arena* arena, uint64_t nbytes) : arena_(arena), nbytes_(static_cast<int64_t>(nbytes)) {

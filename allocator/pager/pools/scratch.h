@@ -7,11 +7,11 @@
 
 namespace memmgr::pager {
 
-// How this thread's op takes memory, and what it has taken since `begin_scratch`.
+// How this thread's op takes memory, and the bytes that it has taken since `begin_scratch`.
 struct Taking {
-  int side = MM_SIDE_LOW;    // where large blocks lie, where sides differ
-  int fill = -1;             // what fills memory of the host's pool; not below 0
-  int64_t scratch = 0;       // bytes taken and not given back
+  int side = MM_SIDE_LOW;    // the side of large blocks, where sides differ
+  int fill = -1;             // the byte that fills memory of the host's pool; below 0: none
+  int64_t scratch = 0;       // bytes taken and not freed
   int64_t scratch_peak = 0;  // their high-water mark
   void begin_scratch() { scratch = scratch_peak = 0; }
   void take(uint64_t nbytes) {
@@ -19,9 +19,9 @@ struct Taking {
     if (scratch > scratch_peak) scratch_peak = scratch;
   }
 };
-Taking& taking();  // keep it: to find this thread's costs more than to use it
+Taking& taking();  // keep the reference: finding this thread's costs more than using it
 
-// Fills memory that this thread takes from the host's pool, meanwhile.
+// While it lives, memory that this thread takes from the host's pool is filled with the byte.
 struct Filling {
   explicit Filling(int byte) : before(taking().fill) { taking().fill = byte; }
   ~Filling() { taking().fill = before; }
@@ -32,9 +32,9 @@ struct Filling {
 void begin_scratch();
 void note_scratch_taken(uint64_t nbytes);
 void note_scratch_given(uint64_t nbytes);
-uint64_t scratch_now();  // of it, what is there still
+uint64_t scratch_now();  // those that are not freed
 uint64_t scratch_peak();
-// Cells that leave meanwhile, from inside of an op's malloc, are not what the op gives back.
+// While it lives, cells that are evicted inside an op's malloc do not count as memory that the op frees.
 struct ScratchStays {
   ScratchStays();
   ScratchStays(const ScratchStays&) = delete;

@@ -7,18 +7,18 @@
 namespace memmgr::pager {
 
 enum StreamRule : uint32_t {
-  kRuleUses = 1,        // what another stream than its home uses is told to the allocator
-  kRuleFilled = 2,      // who uses bytes that came back on another stream waits for that one
-  kRulePrefetched = 4,  // bytes that were read ahead are used behind their read
-  kRuleChecked = 8,     // a checksum is taken behind whoever wrote
-  kRuleClosed = 16,     // when the budget has ended nobody has to wait any more
-  kRuleLate = 128,      // who may be behind an event of a step waits for its slices that ran after that
-  kRuleWhere = 256,     // a slice is queued where its step would have been
-  kScribbled = 64,      // no rule: in torture what has left is overwritten, behind all that used it
-  kSampled = 32,  // no rule: a sample of what leaves has a checksum; what comes back with one waits for the device
+  kRuleUses = 1,        // a use on another stream than the block's home is recorded with the allocator
+  kRuleFilled = 2,      // work on bytes that another stream restored waits for that stream
+  kRulePrefetched = 4,  // work on prefetched bytes waits for their read
+  kRuleChecked = 8,     // a checksum is taken after the last write
+  kRuleClosed = 16,     // the device has finished its work when the budget has ended
+  kRuleLate = 128,      // work that may follow an event of a step waits for the slices that ran after it
+  kRuleWhere = 256,     // a slice is queued on the stream of its step
+  kScribbled = 64,      // no rule: in torture mode evicted bytes are overwritten, after all their uses
+  kSampled = 32,  // no rule: a sample of evicted cells has a checksum; a restore that compares it waits for the device
 };
 
-// The open budget's device queues its work.
+// True while the open budget's device queues its work.
 extern std::atomic<bool> queues;
 bool rule_holds(StreamRule rule);
 void leave_out(uint32_t rules);
