@@ -1,4 +1,4 @@
-// The open budget: its pool, its tier, what the user asked for, and what was counted.
+// The open budget: its pool, its tier, its options and its counters.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@ namespace memmgr::pager {
 
 class Pool;
 
-// Changed under the graph's lock and read by anybody: plain stores, where atomic additions would cost an op 0.1 us.
+// Changed under the graph's lock and read by any thread: plain stores, since atomic additions would cost an op 0.1 us.
 class SumUnderLock {
  public:
   uint64_t load() const { return sum_.load(std::memory_order_relaxed); }
@@ -24,32 +24,33 @@ class SumUnderLock {
   std::atomic<uint64_t> sum_{0};
 };
 
-// Who leaves first when malloc has to choose by itself; kRanked: as a policy says ahead of need, DTR's order beneath
-// it.
+// The order in which malloc evicts when it has to choose by itself. kRanked: a policy's, made ahead of need, and DTR's
+// once that is used up.
 enum class Order : uint8_t { kDtr, kLru, kLargest, kDelta, kRanked };
 
 struct Options {
   uint64_t small_bytes = 64 << 10;  // smaller storages are counted and never paged
   bool may_evict = true;
   bool may_offload = true;
-  bool torture = false;  // everything leaves after every op
-  bool verify = false;   // every cell that comes back meets its checksum
-  bool prefetch = true;  // bytes may come back before an op needs them
-  uint32_t sample = 64;  // otherwise one in so many
+  bool torture = false;  // the cells of an op are evicted after it
+  bool verify = false;   // every restored cell is compared with its checksum
+  bool prefetch = true;  // bytes may be read before an op needs them
+  uint32_t sample = 64;  // without `verify` one cell in so many
   Order order = Order::kDtr;
-  int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of leaving
-  int remap = MM_REMAP_FIRST;  // what answers a request that has its bytes and no run of them (MM_REMAP_*)
+  int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of eviction
+  int remap = MM_REMAP_FIRST;  // the answer to a request that has its bytes but no run of them (MM_REMAP_*)
   uint64_t slice_bytes = 0;    // of list ops (list_ops.h); 0: a share of the budget. For tests
-  bool apart = false;          // what is expensive to make again lies at the other end (Coop, section 4.2)
+  bool apart = false;          // blocks that are expensive to make again lie at the other end (Coop, section 4.2)
 };
 
 struct Budget {
   std::atomic<bool> open{false};
-  std::atomic<bool> forked{false};  // the process is a forked child; if `open`, what its parent had away comes back
-  Pool* pool = nullptr;             // one a device; budgets follow one another on it
-  mm_arena* arena = nullptr;        // its
+  // The process is a forked child; if `open`, it can restore the cells that were absent in its parent.
+  std::atomic<bool> forked{false};
+  Pool* pool = nullptr;       // one for each device; its budgets use it one after another
+  mm_arena* arena = nullptr;  // the pool's
   mm_tier* tier = nullptr;
-  bool tier_writes = false;  // else it reads files that are lent to it, and no more
+  bool tier_writes = false;  // false: it only reads files that are lent to it
   Options options;
 
   std::mutex& error_lock = taken_by_forks(new std::mutex);
@@ -64,17 +65,17 @@ struct Counters {
       cut_recipes{0}, reads_ahead{0}, writes_ahead{0}, late_reads{0}, planned_periods{0}, left_periods{0},
       short_periods{0}, loop_turns{0}, slices{0}, pending_slices{0}, departures{0};
   SumUnderLock recorded_ops;
-  uint64_t ops_before = 0;  // that threads had counted when the budget opened (unseen_threads.h)
+  uint64_t ops_before = 0;  // ops that threads had counted when the budget opened (kernel_slots.h)
 };
 
 extern Budget budget;
 extern Counters counters;
 
-// Cells may be written to the tier below.
+// Returns true if cells may be written to the tier.
 inline bool may_be_offloaded() { return budget.options.may_offload && budget.tier_writes; }
 void note_tier_error(int error);
 
-// As the allocator counts them.
+// Returns the bytes as the allocator counts them.
 inline uint64_t rounded(uint64_t bytes) { return (bytes + MM_UNIT - 1) / MM_UNIT * MM_UNIT; }
 
 }  // namespace memmgr::pager

@@ -1,4 +1,4 @@
-// Detects changes of bytes; no defence against somebody who means to collide.
+// Detects changes of bytes. It is no defence against intended collisions.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -32,7 +32,7 @@ inline uint64_t checksum(const void* p, size_t n) {
   return h ^ (h >> 32);
 }
 
-// The sum of a cell's bytes when they left, or none. A device may still be taking it.
+// The checksum of a cell's bytes when they were evicted, or none. A device may still be computing it.
 class Checksum {
  public:
   Checksum() = default;
@@ -55,7 +55,7 @@ class Checksum {
   }
 
   bool taken() const { return taken_; }
-  // Waits for the device where it must. One thread at a time.
+  // Waits for the device if it has to. For one thread at a time.
   uint64_t value() {
     if (mm_sum* const pending = std::exchange(pending_, nullptr)) {
       const int error = mm_device_sum_end(device_, pending, &value_);

@@ -55,7 +55,7 @@ void drop(StoragePtr storage) { drop_later(std::move(storage)); }
 
 namespace {
 
-// Drops references where the GIL may be taken: a thread that has none of our locks and that nobody waits for.
+// Drops references where that may take the GIL, in a thread that has none of the pager's locks.
 struct Dropper {
   std::mutex& lock = taken_by_forks(new std::mutex);
   std::condition_variable changed;
@@ -88,7 +88,7 @@ void drop_for_ever() {
   }
 }
 
-// Others go on having it, and Python is not told: nothing runs.
+// Drops a reference if more are left, without a call of Python. False: the drop may run code.
 bool dropped_for_others(StoragePtr* storage) {
   auto& counts = counts_of(storage->get());
   uint64_t seen = counts.load(std::memory_order_relaxed);
@@ -103,10 +103,10 @@ bool dropped_for_others(StoragePtr* storage) {
 }  // namespace
 
 void drop_later(StoragePtr storage) {
-  // Else a step of a tree LSTM wakes the thread 125 to 350 times, on a core that its ops want.
+  // Otherwise a step of a tree LSTM wakes the thread 125 to 350 times, on a core that its ops need.
   if (dropped_for_others(&storage)) return;
   if (C10_UNLIKELY(budget.forked))
-    return;  // no thread to give it to: nobody here is inside malloc, and no lock is held
+    return;  // dropped here: a child has no such thread, and is in no malloc and under no lock
   Dropper& d = dropper();
   std::lock_guard<std::mutex> lock(d.lock);
   if (!d.thread.joinable()) d.thread = std::thread(drop_for_ever);

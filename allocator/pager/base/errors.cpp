@@ -12,7 +12,7 @@ namespace memmgr::pager {
 namespace {
 
 PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
-PyObject* recompute_error = nullptr;    // its class
+PyObject* recompute_error = nullptr;    // the class memmgr.RecomputeError
 PyObject* torchs_error = nullptr;       // torch.OutOfMemoryError
 
 void set_out_of_memory(const char* text) {
@@ -49,8 +49,8 @@ void set_python_error() {
   }
 }
 
-// Throws the error that `set` raises in Python, as torch hands such errors on. `text` is its text for C++: the one of
-// Python may take long to write, and most programs that catch the error do not read it.
+// Throws the error that `set` raises in Python, in the form in which torch passes such errors on. `text` is its text
+// for C++: Python's may take long to write, and most programs that catch the error do not read it.
 template <class F>
 [[noreturn]] static void throw_python(const std::string& text, F&& set) {
   const PyGILState_STATE gil = PyGILState_Ensure();

@@ -1,4 +1,4 @@
-// Events for whoever watches: how often cells were evicted, restored and made again, by op and module.
+// Events for observers: how often cells were evicted, restored and rematerialized, by op and module.
 #pragma once
 
 #include <c10/macros/Macros.h>
@@ -14,17 +14,17 @@ struct OpInfo;
 
 enum class Event : uint8_t { kEvict, kOffload, kReload, kRematerialize, kStall };
 
-// A reader is connected. Events are noted only then, in a table of bounded size.
+// True while an observer is connected. Events are recorded only then, in a table of bounded size.
 extern std::atomic<bool> watched;
 
-// `op` made the bytes, in the module with this number; null and 0: not known. The caller holds the graph's lock or
-// none.
+// Records an event. `op` made the bytes, in the module with this number; null and 0: not known. The caller holds the
+// graph's lock or none.
 void add_event(Event what, const OpInfo* op, uint32_t module, uint64_t bytes, uint64_t ns);
 
 struct EventSum {
   uint64_t count = 0, bytes = 0, ns = 0;
 };
-// What happened, the op that made the bytes, and its module.
+// The event, the op that made the bytes, and its module.
 using EventKey = std::tuple<uint8_t, const OpInfo*, uint32_t>;
 struct EventSums {
   std::map<EventKey, EventSum> sums;
@@ -33,7 +33,7 @@ struct EventSums {
 EventSums take_events();  // those since the last call
 
 void watch_events(bool on);  // the table is empty afterwards
-void end_watch();            // events that were noted stay to be taken
+void end_watch();            // recorded events can still be taken
 void forget_watch_in_child();
 
 }  // namespace memmgr::pager

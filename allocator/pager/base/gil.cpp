@@ -9,7 +9,7 @@ WithoutGil::~WithoutGil() {
   if (saved_) PyEval_RestoreThread(saved_);
 }
 
-// Dynamo's own switch, of this thread: what compiles frames, or None. Gives what it was.
+// Sets Dynamo's callback that compiles this thread's frames; None: they are not compiled. Returns the one before.
 static PyObject* compile_frames_with(PyObject* callback) {
   PyObject* dynamo = PyImport_ImportModule("torch._C._dynamo.eval_frame");
   PyObject* before = dynamo ? PyObject_CallMethod(dynamo, "set_eval_frame", "O", callback) : nullptr;

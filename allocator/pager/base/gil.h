@@ -1,11 +1,11 @@
-// The GIL: giving it away while a thread waits, and Python that runs in the middle of an op.
+// The GIL: released while a thread waits, and Python code that runs in the middle of an op.
 #pragma once
 
 #include <Python.h>
 
 namespace memmgr::pager {
 
-// Releases the GIL if this thread has it: a thread that waits does not block the others.
+// Releases the GIL if this thread has it, so that its wait does not block other threads.
 class WithoutGil {
  public:
   WithoutGil();
@@ -17,7 +17,7 @@ class WithoutGil {
   PyThreadState* saved_ = nullptr;
 };
 
-// A collection runs what objects have to say at their end, and lets other threads go on.
+// Disables collections: a collection runs finalizers, which may let other threads run.
 struct NoCollection {
   const int collects = PyGC_Disable();
   NoCollection() = default;
@@ -28,8 +28,8 @@ struct NoCollection {
   }
 };
 
-// Python that is called in the middle of an op runs as it is: in a thread in which Dynamo compiles frames, it would
-// compile these. With the GIL.
+// Python code that is called in the middle of an op is not compiled while it lives. In a thread in which Dynamo
+// compiles frames it would be. With the GIL.
 class NotCompiled {
  public:
   NotCompiled();

@@ -51,7 +51,8 @@ struct OwnSlot {
 
 KernelSlot* new_kernel_slot() {
   static thread_local OwnSlot own;
-  static thread_local KernelSlot late;  // for ops of a thread's own ending, after its slot: nobody waits for these
+  // For ops of a thread's end, after its slot has ended: no thread waits for these.
+  static thread_local KernelSlot late;
   static thread_local bool ended = false;
   struct Mark {
     ~Mark() { ended = true; }

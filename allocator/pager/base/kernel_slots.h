@@ -1,4 +1,4 @@
-// Threads that are in the pager's kernel, and how many ops each has begun.
+// Threads that are in the pager's kernel, and the number of ops that each has begun.
 #pragma once
 
 #include <c10/macros/Macros.h>
@@ -8,15 +8,15 @@
 
 namespace memmgr::pager {
 
-// Whoever is in the kernel with a budget open may be about to pin a cell: a budget that ends waits until nobody is. Two
-// stores an op; the one who waits pays for the order of memory (membarrier).
+// A thread in the kernel with an open budget may be about to pin a cell. A budget that ends waits until no thread is
+// there. An op makes two stores; the waiting thread pays for the order of memory (membarrier).
 struct KernelSlot {
   unsigned long system_thread = 0;
   std::atomic<uint32_t> inside{0};
   std::atomic<uint64_t> ops{0};
 };
 extern thread_local KernelSlot* tl_kernel_slot;
-extern bool fence_in_kernel;  // where the system has no membarrier
+extern bool fence_in_kernel;  // true: the system has no membarrier
 KernelSlot* new_kernel_slot();
 class InKernel {
  public:
@@ -36,7 +36,7 @@ class InKernel {
 uint64_t ops_counted();  // of all threads, since the process began
 uint64_t ops_counted_of(unsigned long system_thread);
 void prepare_for_waiting();  // before the first op of a budget
-// Until every other thread has left the kernel, at most so long. False: somebody has not.
+// Waits until every other thread has left the kernel, at most so long. False: a thread is still there.
 bool wait_until_kernel_is_left(double seconds);
 
 }  // namespace memmgr::pager

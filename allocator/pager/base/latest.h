@@ -1,4 +1,4 @@
-// A time that only goes on.
+// A time that only increases.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,7 @@
 
 namespace memmgr::pager {
 
-// Two threads may have read the clock in one order and come here in the other: the later time stays.
+// Keeps the later time: two threads may have read the clock in one order and come here in the other.
 inline void raise_to(std::atomic<uint64_t>& latest, uint64_t time) {
   uint64_t before = latest.load(std::memory_order_relaxed);
   while (before < time && !latest.compare_exchange_weak(before, time, std::memory_order_relaxed)) {

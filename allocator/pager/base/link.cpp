@@ -26,14 +26,14 @@ static void note_link(std::atomic<double>& figure, uint64_t nbytes, uint64_t ns)
   if (nbytes == 0) return;
   const double before = figure.load(std::memory_order_relaxed);
   const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
-  // One that met the other direction's burst, or a thread that did not run, says little of the next.
+  // A copy during a burst of the other direction, or of a thread that did not run, predicts little.
   const double likely = std::clamp(now, before / 4, before * 4);
   figure.store(before + (likely - before) / 32, std::memory_order_relaxed);
 }
 
-// By the tier's own clock, so that copies for which nobody waits count as others do.
+// Measured by the tier's own clock, so that copies that no thread waits for count, too.
 void note_link_locked() {
-  static const mm_tier* seen_of = nullptr;  // the link was measured up to here
+  static const mm_tier* seen_of = nullptr;  // the tier of the last call
   static mm_tier_stats last{};
   mm_tier_stats now{};
   mm_tier_stats_get(budget.tier, &now);

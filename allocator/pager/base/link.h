@@ -1,9 +1,9 @@
-// The link to the tier below, as its transfers were measured.
+// The link to the tier, as its transfers were measured.
 #pragma once
 
 namespace memmgr::pager {
 
-// What the tier was measured at: seconds a byte of its latest transfers, by direction, and those of a CPU, either way.
+// Seconds a byte of the tier's latest transfers: in each direction, and of a processor in either.
 struct Link {
   double write_seconds_per_byte, read_seconds_per_byte, cpu_seconds_per_byte;
 };

@@ -10,10 +10,10 @@ constexpr uintptr_t kPage = 4096;
 
 struct Area {
   uintptr_t begin = 0, end = 0;  // end 0: nothing is mapped there
-  uint64_t offset = 0;           // in the file, of `begin`
+  uint64_t offset = 0;           // the offset of `begin` in the file
   char file[64] = {};            // device and inode, as the kernel writes them
-  std::string path;              // empty: of no file
-  bool is_private = false;       // writes are not the file's
+  std::string path;              // empty: no file
+  bool is_private = false;       // writes do not reach the file
 };
 Area area_around(const void* address);  // reads a list of all areas: a fraction of a millisecond
 

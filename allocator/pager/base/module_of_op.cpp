@@ -8,20 +8,20 @@ namespace memmgr::pager {
 
 namespace {
 
-// Which module an op belongs to is learned in a pass with torch's module hooks, and known by the recorded op's place in
-// the pass from then on: the hooks cost microseconds a module, this costs nanoseconds a recipe. A program may take
-// several ways through its passes; some are remembered.
+// The module of an op is recorded in a pass with torch's module hooks. Later passes find it by the recorded op's place
+// in the pass: the hooks cost microseconds a module, this costs nanoseconds a recipe. A program may take several routes
+// through its passes; some are kept.
 using Route = std::vector<std::pair<const OpInfo*, uint32_t>>;
 struct Place {
   std::vector<Route> known;
-  Route learned;  // this pass, so far
+  Route learned;  // of this pass, so far
   size_t current = 0, at = 0, next = 0;
 };
 thread_local Place place;
 thread_local uint32_t tl_module = 0;
 constexpr size_t kMostRoutes = 8, kLongestRoute = 1 << 20, kLookAhead = 16;
 std::atomic<bool> learning{false};
-std::atomic<uint64_t> mispredicted{0};  // ops that were not the ones learned
+std::atomic<uint64_t> mispredicted{0};  // ops that differ from the recorded route
 
 bool same_ops(const Route& a, const Route& b, size_t n) {
   return std::equal(a.begin(), a.begin() + static_cast<ptrdiff_t>(n), b.begin(),
@@ -71,7 +71,7 @@ uint32_t module_of_recorded(const OpInfo* info) {
   }
   if (p.current < p.known.size()) {
     const Route& route = p.known[p.current];
-    // An op more or less than was learned: the rest may still be as it was.
+    // There may be one op more or less than was recorded, and the rest be the same.
     for (size_t i = p.at; i < p.at + kLookAhead; ++i)
       if (fits(route, i)) {
         if (i != p.at) mispredicted.fetch_add(1, std::memory_order_relaxed);

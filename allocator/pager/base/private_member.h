@@ -1,5 +1,5 @@
-// Access to private members of torch's classes that have no accessor. Explicit instantiation may name them
-// ([temp.explicit]), whatever their type; a release that renames one fails to compile, which is what we want.
+// Access to private members of torch's classes that have no accessor. An explicit instantiation may name them
+// ([temp.explicit]), whichever type they have. If a release of torch renames one, the build fails, as it should.
 #pragma once
 
 #define MEMMGR_PRIVATE_MEMBER(tag, owner, name)                  \

@@ -27,7 +27,7 @@ void listen(Listener who, bool on) {
   follow_listeners();
 }
 
-// Not inside of a guard of the dispatcher's keys, whose end would put back what it has found: an unseen thread.
+// Not inside a guard of the dispatcher's keys: its end would restore the keys that it found, those of an unseen thread.
 void let_callbacks_rest(bool on) {
   if (on) {
     const auto keys = c10::impl::tls_local_dispatch_key_set().included_;

@@ -1,11 +1,11 @@
-// How much of an op's memory has to be there at once.
+// The share of an op's memory that has to be resident at once.
 #pragma once
 
 #include <cstdint>
 
 namespace memmgr::pager {
 
-// Of something that can be cut: how much of it has to be in memory at once. All of it, where `whole` is 0.
+// The share of an op that can be cut: `part` of `whole` bytes. whole 0: all bytes have to be resident at once.
 struct Share {
   uint64_t part = 0, whole = 0;
   uint64_t of(uint64_t bytes) const {

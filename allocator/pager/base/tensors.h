@@ -17,7 +17,7 @@ inline at::DataPtr& pointer_of(const c10::StorageImpl* s) {
 
 void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts);
 
-// What has bytes in a tensor: one storage, or the parts of a sparse tensor, which are read without an op.
+// Visits the storages of a tensor: its own, or those of a sparse tensor's parts, which are read without an op.
 template <class OnStorage>
 void each_storage(c10::TensorImpl* t, const OnStorage& on_storage) {
   if (C10_LIKELY(t->has_storage())) {
@@ -29,7 +29,7 @@ void each_storage(c10::TensorImpl* t, const OnStorage& on_storage) {
   }
 }
 
-// The tensors and the bare storages in a value.
+// Visits the tensors and the bare storages in a value.
 template <class OnTensor, class OnStorage>
 void each_tensor(const c10::IValue& v, const OnTensor& on_tensor, const OnStorage& on_storage) {
   if (v.isTensor()) {
@@ -45,7 +45,7 @@ void each_tensor(const c10::IValue& v, const OnTensor& on_tensor, const OnStorag
   }
 }
 
-// Null: the object is neither a tensor with a storage nor the address of a storage. The GIL is held.
+// Returns null if the object is neither a tensor with a storage nor the address of a storage. The GIL is held.
 StoragePtr storage_of(PyObject* tensor_or_address);
 
 }  // namespace memmgr::pager

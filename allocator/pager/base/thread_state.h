@@ -1,15 +1,15 @@
-// Where in an op a thread is.
+// The place of a thread in ops, compiled regions and calls of readers.
 #pragma once
 
 namespace memmgr::pager {
 
-// Ops that are under way in this thread: an op inside another has been admitted with it.
+// Ops that this thread is in. An op inside another one has been admitted with it.
 extern thread_local int tl_depth;
-// Compiled regions that this thread is in: what they were given is pinned, what they make is theirs until they return.
+// Compiled regions that this thread is in. Their arguments are pinned, and their outputs are theirs until they return.
 extern thread_local int tl_regions;
-// An optimizer makes its states: what is filled with one value has no bytes until somebody touches it.
+// True while an optimizer makes its states: an output that is filled with one value has no bytes until it is touched.
 extern thread_local bool tl_making_states;
-// Calls of raw readers that this thread is in: they have said what they write.
+// Calls of raw readers that this thread is in. They have declared their writes.
 extern thread_local int tl_readers;
 
 class Depth {
@@ -21,17 +21,17 @@ class Depth {
   Depth& operator=(const Depth&) = delete;
 
  private:
-  int& depth_;  // where this thread's is costs more to ask than to remember
+  int& depth_;  // looking up this thread's costs more than keeping the reference
 };
 
 // Above 0 while this thread runs a recipe.
 extern thread_local int tl_running_recipes;
 
 class ForeignScope;
-// C++ that is not torch's runs in this thread (guards/extension_ops.h); null: none.
+// Set while C++ that is not torch's runs in this thread (guards/extension_ops.h).
 extern thread_local ForeignScope* tl_foreign;
 
-// A thread on which a backend runs its works: what it makes there is its own (rule 5).
+// Returns true for a thread on which a backend runs its works: their outputs are the backend's own (rule 5).
 bool is_backends_thread();
 
 }  // namespace memmgr::pager

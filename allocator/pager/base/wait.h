@@ -5,12 +5,13 @@
 
 namespace memmgr::pager {
 
-// Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once. They go on counting.
+// Nanoseconds that this thread has waited for room, or for a restore, each counted once. The reference goes on
+// counting.
 const uint64_t& waited_ns();
 class Wait {
  public:
   Wait();
-  // The part of it that no inner wait has counted.
+  // Returns the part of the wait that no inner wait has counted.
   uint64_t end();
 
  private:
