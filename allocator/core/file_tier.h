@@ -3,16 +3,16 @@
 // Words:
 //   slot     room in the file for one write; it has at most one operation under way
 //   piece    a part of an operation. Workers take piece by piece, so that several can work on one large operation, and
-//            one that is needed now does not wait for the end of a large write
-//   urgent   the queue that is served first: reads, and whatever somebody waits for
-//   pace     the throttle: a clock per direction that runs ahead by what each piece may take
+//            an operation that is needed now does not wait for the end of a large write
+//   urgent   the queue that is served first: reads, and operations that a thread waits for
+//   pace     the throttle: a clock per direction that runs ahead by the time that each piece may take
 //   lent     a slot over a range of a file that is not the tier's: it is only read. A file whose size or time of
 //            modification has changed since it was lent is an error, never other bytes
-// A thread that waits for an operation does its pieces itself, so that waiting can never depend on a worker that is
-// busy elsewhere, and works with no worker at all.
+// A thread that waits for an operation does its pieces itself. So a wait never depends on a worker that is busy
+// elsewhere, and ends without any worker.
 //
-// A forked child reads what had been written before the fork, and does nothing else. Room that it may read is not used
-// again while it lives (heirs.h), unless there is no other; then what it reads is an error, never other bytes.
+// A forked child reads the slots that were written before the fork, and does nothing else. Their room is not used again
+// while it lives (heirs.h), unless there is no other room; then its read is an error, never other bytes.
 #pragma once
 
 #include <sys/stat.h>

@@ -25,7 +25,7 @@ class Tier {
   virtual void Refused(const void* /*from*/) {}
   virtual int Read(mm_slot id, void* to, Urgency urgency) = 0;
   virtual int Poll(mm_slot id) = 0;
-  // A number that is another one whenever an operation has ended since the last look; a look at what is oldest.
+  // A number that changes whenever an operation has ended since the last look. A look checks the oldest operations.
   virtual uint64_t Ended() { return ++looks_; }
   virtual int Wait(mm_slot id) = 0;
   virtual void Free(mm_slot id) = 0;

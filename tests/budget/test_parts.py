@@ -348,7 +348,7 @@ def test_a_full_disk_is_asked_again_once_clean_copies_are_given_up() -> None:
         native = memmgr._budget.current().native  # type: ignore[union-attr]
         for tensor in (first, second):
             assert native.adopt(tensor)
-        for copies in (0, 1):  # of what is there
+        for copies in (0, 1):  # of the resident cells
             native.tier_inject(errno.ENOSPC, 0, 0, 0)
             assert (native.take_away(second, 1) > 0) == bool(copies)
             assert mm.stats()["tier_errors"] == 1

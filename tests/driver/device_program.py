@@ -1,4 +1,4 @@
-"""Random programs on a device's memory: what a training script does to it, with kernels that check what they find.
+"""Random programs that use a device's memory like a training script, with kernels that check the bytes that they read.
 
 Every block is filled by a kernel on its home, and checked by kernels there and on other streams (which wait for the
 home by an event of their own, and are declared with ``mm_device_used``). It is freed with that work still queued. If

@@ -1,21 +1,20 @@
-// A double of libcuda: the same names, over ordinary memory, so that what runs on a GPU runs here under tests.
+// A double of libcuda: the same names, over ordinary memory, so that code for a GPU runs here under tests.
 //
-//   memory    lies at real addresses, so that a test's kernels (host functions) can work on it. What is freed or
-//   unmapped
-//             cannot be touched any more: a kernel that does crashes, a copy ends the process with a text
+//   memory    lies at real addresses, so that a test's kernels (host functions) can work on it. Memory that was freed
+//             or unmapped cannot be touched: a kernel that does crashes, a copy ends the process with a text
 //   streams   a queue of tasks each; order within a stream is kept, order between streams only by an event that is
 //             waited for. Copies run in two halves, so that other work can fall between
 //   prompt    everything runs at once: a device that is always idle
 //   random    every call lets some tasks of random streams run (in the calling thread), at speeds that change
-//   late      a task runs only when somebody waits for what comes after it (or asks for it again and again)
+//   late      a task runs only when a thread waits for later work (or queries it again and again)
 //   threaded  workers run the tasks, with pauses: work really goes on beside the program
-//   timed     there is virtual time (virtual_time.h): calls, kernels and copies take as long as the figures say that
-//             fake_set_figure has given, and work runs when the program's clock has reached its end. Hollow: kernels
+//   timed     there is virtual time (virtual_time.h): calls, kernels and copies take the time of the figures that
+//             fake_set_figure has set, and work runs when the program's clock has reached its end. Hollow: kernels
 //             and large copies take their time and do nothing, so that a training of any size runs in no memory
 // But for `threaded` everything is a function of the seed and of the calls made. Captured work is kept, not run
 // (fake_replay runs it). Illegal use that a real driver would answer with undefined behaviour ends the process, or is
 // counted and left undone (fake_set_lenient).
-// Environment, for what does not call fake_reset: FAKE_DRIVER_MODE, _SEED, _MEMORY (bytes), _DEVICES.
+// Environment, for programs that do not call fake_reset: FAKE_DRIVER_MODE, _SEED, _MEMORY (bytes), _DEVICES.
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>

@@ -185,7 +185,7 @@ def test_a_driver_call_that_fails_loses_nothing(core, driver: FakeDriver, mode: 
         slot = tier.write(block, size)
         if slot < 0:
             failed += 1
-            assert slot in (-errno.ENOMEM, -errno.EBUSY)  # the latter from what the device waits for
+            assert slot in (-errno.ENOMEM, -errno.EBUSY)  # the latter while the device waits for the memory
             assert tier.stats.used_bytes == KIB
             slot = tier.write(block, size)
         assert slot >= 0
@@ -196,7 +196,7 @@ def test_a_driver_call_that_fails_loses_nothing(core, driver: FakeDriver, mode: 
             failed += 1
             assert result in (-errno.ENOMEM, -errno.EBUSY)
             assert tier.read_now(slot, target) == 0
-        driver.fail_next(name.encode(), 1 << 20, 0)  # what did not come to it is for nobody else
+        driver.fail_next(name.encode(), 1 << 20, 0)  # a failure that it did not use is for no other call
         bench.check(target, size, 4)
         tier.free(slot)
         assert c.string_at(tier.bytes(first), size) == pattern(5, size)

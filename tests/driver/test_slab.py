@@ -82,6 +82,6 @@ def test_best_fit_then_lowest_address(core, driver: FakeDriver) -> None:
     assert list(slots) == [0, 1536, 2048, 3072, 3584, 4608, 5120, 7168]
     for offset in (0, 3584, 2048, 5120):
         slab.tier.free(slots[offset])
-    # of the two holes of 2 units the lower one, not the 3 units at 0; then the 4 units shared with what is behind them
+    # the lower one of the two holes of 2 units, not the 3 units at 0; then the 4 units shared with the next object
     assert [slab.take(600)[0] for _ in range(3)] == [2048, 3584, 0]
     slab.close()

@@ -1,19 +1,19 @@
 // Virtual time for the double of the driver.
 //
-// The program has one clock. Each call of the driver costs what its figure says, and a call that waits for work goes on
-// at that work's end. A task of a stream begins when the task before it has ended, when it has been issued, when what it
-// waits for has passed, and when its engine is free; of tasks that could begin the earliest does. Each device has three
-// engines: kernels, copies out (to the host) and copies in.
+// The program has one clock. Each call of the driver costs the time of its figure, and a call that waits for work goes
+// on at that work's end. A task of a stream begins when the task before it has ended, when it has been issued, when the
+// events that it waits for have passed, and when its engine is free. Of tasks that could begin the earliest does. Each
+// device has three engines: kernels, copies out (to the host) and copies in.
 //
-// Threads: all that have launched a kernel, and the first one of the process, share the program's clock, since torch's
-// threads wait for each other. Any other thread (memmgr's, that lock pages) has a clock of its own, which is never behind
-// the program's.
+// Threads: those that have launched a kernel, and the first one of the process, share the program's clock, since
+// torch's threads wait for each other. Any other thread (memmgr's, that lock pages) has a clock of its own, which is
+// never behind the program's.
 //
-// Figures, by name; what has none costs nothing:
+// Figures, by name; without a figure the cost is 0:
 //   cu...            seconds of the call (without _v2); `timed_record` on top for an event with times
 //   launch           seconds of a launch, for cuLaunchHostFunc and cuLaunchKernel
 //   page_busy        factor on page calls while kernels run
-//   op               seconds of an op of torch beside its launch
+//   op               seconds of an op of torch in addition to its launch
 //   kernel           seconds that a kernel takes at least
 //   memory           bytes a second of the device's memory
 //   flops.DTYPE      operations a second

@@ -75,7 +75,7 @@ class Workload:
         self.lent: set[int] = set()  # of another allocator, in use
         self.lent_as: dict[int, tuple[int, int]] = {}
         self.lender: dict[tuple[int, int], list[int]] = {}  # free blocks of another allocator by size and home
-        self.sums: list[tuple[Cell, int, int]] = []  # begun, of what
+        self.sums: list[tuple[Cell, int, int]] = []  # begun: the cell, its value, the pending checksum
         self.device = beside.device if beside else Device(library, driver.path)
         self.tier = beside.tier if beside else HostTier(self.device, slab, folder, below)
         self.ladder = folder is not None
@@ -249,7 +249,7 @@ class Workload:
         self.lender[self.lent_as[block]].append(block)
 
     def sum(self) -> None:
-        """Of what leaves: the device takes it behind all that used the block, which may be gone at once."""
+        """Begins a checksum as before an eviction: the device takes it after all uses of the block, which may end at once."""
         for cell in self.pick(1, lambda x: x.block is not None and x.ready is not None):
             stream, pending = self.rng.choice(self.streams), c.c_void_p()
             assert self.library.mm_device_wait_block(self.device.handle, stream, cell.block) == 0

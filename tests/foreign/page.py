@@ -26,7 +26,7 @@ Tolerances of the tests do not count. Of a large suite a fixed share runs (`test
 
 
 def section(rows: dict[str, tuple[Any, str, Any]]) -> str:
-    """Of suites, with their versions and verdicts."""
+    """The section on suites, with their versions and verdicts."""
     text, reasons, total = HEAD, [], [0] * 8
     for suite, versions, v in rows.values():
         figures = [v.begun, v.same, v.plain_failures, v.varying, len(v.known), len(v.different), v.entries, v.evicted]
@@ -40,6 +40,6 @@ def section(rows: dict[str, tuple[Any, str, Any]]) -> str:
 
 
 def write(text: str) -> None:
-    """Below what `make compatibility` wrote."""
+    """Writes the section below the one that `make compatibility` wrote."""
     before = PAGE.read_text().partition("\n## ")[0]
     PAGE.write_text(before + text)

@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if SETTINGS.leaving:
         from memmgr.runtime import pager
 
-        # Each budget takes stock of the heap; what the imports made need not be walked for each test.
+        # Each budget takes stock of the heap. Objects of the imports need not be walked for each test.
         pager._thaw = lambda: None
     gc.collect()
     gc.freeze()

@@ -146,7 +146,7 @@ class Recorder:
         setattr(owner, name, recording)
 
     def wrap_backward(self) -> None:
-        """Records what a backward pass starts from, and the gradients of its leaves."""
+        """Records the tensors that a backward pass starts from, and the gradients of its leaves."""
         backward, grad = torch.autograd.backward, torch.autograd.grad
 
         @functools.wraps(backward)
@@ -167,7 +167,7 @@ class Recorder:
         torch.autograd.backward, torch.autograd.grad = recording_backward, recording_grad
 
     def install(self) -> None:
-        """Wraps what compares. What is imported later is wrapped by a second call."""
+        """Wraps functions that compare. Functions that are imported later are wrapped by a second call."""
         for name in ("allclose", "equal"):
             self.wrap(torch, name)
             self.wrap(torch.Tensor, name)

@@ -41,7 +41,7 @@ SECONDS = {"plain": 120, "leaving": 400}  # for one test, then it hangs
 BROKEN = ("failed", "crashed", "hung")
 
 
-# ---- what a suite needs ------------------------------------------------------------------------------------------------
+# ---- requirements of a suite -----------------------------------------------------------------------------------------
 
 
 def _pip(*args: str) -> None:
@@ -81,7 +81,7 @@ def _is_installed(package: str) -> bool:
 
 
 def versions(suite: Suite) -> str:
-    """Of the package that it is about, and of what it needs."""
+    """The versions of the packages that the suite tests, or of torch."""
     found = {d.metadata["Name"]: d.version for d in distributions(path=[str(BUILD / suite.name / "site")])}
     shown = suite.shown or ("torch",)
     return ", ".join(f"{name} {found.get(name) or version(name).partition('+')[0]}" for name in shown)
@@ -175,7 +175,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class Verdict:
-    """What a suite's passes say.
+    """The results of a suite's passes.
 
     Attributes:
         begun: tests that began plain, skipped ones aside.
@@ -252,7 +252,7 @@ def judge(suite: Suite) -> Verdict:
 
 
 def run_all(suite: Suite, limit: int) -> Verdict:
-    """Plain, then what passed with everything leaving, then what differs both ways again."""
+    """Runs the suite plain, then the tests that passed with every cell evicted, then those that differ both ways again."""
     run(suite, "plain", limit)
     plain = ended(results(suite, "plain"))
     run(suite, "leaving", 0, [test for test, line in plain.items() if line["outcome"] == "passed"])
@@ -266,7 +266,7 @@ def run_all(suite: Suite, limit: int) -> Verdict:
 
 
 def table() -> str:
-    """Of all suites that have results."""
+    """The table of all suites that have results."""
     from foreign.page import section
 
     rows = {}

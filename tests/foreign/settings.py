@@ -1,4 +1,4 @@
-"""What the driver and the plug-in share: settings, in a file that `FOREIGN` in the environment names, and lines of results."""
+"""Shared by the driver and the plug-in: settings, in a file that `FOREIGN` in the environment names, and lines of results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def from_environment() -> Settings:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What a pass wrote. A line may be cut off where the process was ended."""
+    """The lines that a pass wrote. A line may be cut off where the process was ended."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""The runner of other people's tests: what it calls a difference, and what it does about a test that ends its process."""
+"""The runner of other projects' tests: the differences that it counts, and tests that end their process."""
 
 from __future__ import annotations
 

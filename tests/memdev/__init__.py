@@ -1,4 +1,4 @@
-"""memdev: torch tensors on a double of the CUDA driver, for what must hold on a GPU and be tested without one.
+"""memdev: torch tensors on a double of the CUDA driver, for tests of GPU behaviour without a GPU.
 
 `start` makes "memdev" a torch device (PrivateUse1, so once per process, which `child` therefore starts for each scenario).
 Backward runs on autograd's own thread, streams and events are the driver's (`torch.Stream.stream_id` is the CUstream), and
@@ -9,8 +9,8 @@ a kernel runs when its stream gets to it, on raw pointers: it keeps nothing aliv
 core's `mm_device`. All new memory is filled with 0xFF in
 stream order (NaN; an index out of range).
 
-In the mode `timed` the driver has virtual time, and each kernel takes what its bytes and its arithmetic take by a table of figures
-(driver/virtual_time.h); hollow, kernels do nothing besides, so that models of any size train.
+In the mode `timed` the driver has virtual time, and a table of figures (driver/virtual_time.h) gives each kernel the time
+of its bytes and its arithmetic. Hollow kernels do nothing else, so that models of any size train.
 
 Known limitations: kernels see the process-wide numeric switches of the moment in which they run. Ops whose results' sizes
 are data, and seeded ones that need data (`prompt_ops`), make the program wait, where CUDA would not always. Random numbers

@@ -1,5 +1,5 @@
-// torch.autocast("memdev"): the matrix ops in the lower type, what needs the range in float32, as on CUDA. CUDA's third
-// list (arguments of different types are brought to the widest) is left out.
+// torch.autocast("memdev"): matrix ops in the lower type, ops that need the range in float32, as on CUDA. CUDA's third
+// list (arguments of different types are cast to the widest) is left out.
 #pragma once
 
 #include <torch/library.h>

@@ -1,7 +1,7 @@
 """Runs a function of `scenarios` in a fresh interpreter: the device's name and its place as *the* accelerator are for good.
 
 result = child.run("streams", mode="late")      # in a test
-python -m memdev.child streams '{"mode": "late"}'  # what that runs
+python -m memdev.child streams '{"mode": "late"}'  # that call runs this
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 60) -> Any:
-    """What the function returned (JSON). Its whole output is in the failure if it raised, died or hung."""
+    """The function's result (JSON). The failure has its whole output if it raised, crashed or hung."""
     return json.loads(children.finish(process, timeout).splitlines()[-1])
 
 
@@ -51,8 +51,8 @@ def run(scenario: str, *, timeout: float = 60, **kwargs: Any) -> Any:
 
 
 def each_once(scenarios: dict[str, tuple[str, str, dict[str, Any]]]) -> Iterator[Callable[[str], Any]]:
-    """Yields what runs a scenario, (module, function, arguments) by its name, and returns its result: each once, two at a
-    time, those that are asked for first. For a fixture."""
+    """Yields a function from a scenario's name to its result; a scenario is (module, function, arguments). Each runs once,
+    two at a time, requested ones first. For a fixture."""
     pool = ThreadPoolExecutor(max_workers=2)
     started: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-// memmgr's core as the allocator of memdev, without torch's pager between: what mm_device_* hands out, torch trains on.
+// memmgr's core as the allocator of memdev, without torch's pager between: torch trains on the memory of mm_device_*.
 #pragma once
 
 #include "native.h"

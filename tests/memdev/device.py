@@ -1,4 +1,4 @@
-"""The Python side: what becomes ``torch.memdev``, and the handles on both libraries."""
+"""The Python side: the module ``torch.memdev``, and the handles on both libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = ("prompt", "random", "late", "threaded", "timed")
 
 
 class Handles:
-    """What `start` loaded.
+    """The libraries that `start` loaded.
 
     Attributes:
         lib: memdev (`memdev_*`).
@@ -143,7 +143,7 @@ def _is_capturing(made: Handles) -> bool:
 
 
 def _module(made: Handles) -> types.ModuleType:
-    """``torch.memdev``. Random numbers come from the CPU's default generator, so its state is what is kept."""
+    """``torch.memdev``. Random numbers come from the CPU's default generator, so that one's state is kept."""
     module = types.ModuleType("torch.memdev")
     accelerator = torch.accelerator
 

@@ -69,7 +69,7 @@ struct Driver {
   int devices = 0;
   CUcontext contexts[kMostDevices] = {};
 
-  // An empty text, or what is wrong.
+  // Returns an empty text, or the error.
   std::string Load(const char* path) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return dlerror();
@@ -133,7 +133,7 @@ inline bool IsCapturing(int device, CUstream stream) {
   return status != 0;
 }
 
-// `waiter` holds its later work until what is queued on `stream` now has passed.
+// `waiter` holds its later work until the work that is queued on `stream` now has ended.
 inline void StreamWaits(int waiter_device, CUstream waiter, int device, CUstream stream) {
   if (waiter == stream && waiter_device == device) return;
   CUevent event = nullptr;
@@ -147,13 +147,13 @@ inline void StreamWaits(int waiter_device, CUstream waiter, int device, CUstream
 
 // ---- work -----------------------------------------------------------------------------------------------------------
 
-// What a stream runs when it gets there. It may own host memory, never device memory: a kernel does not keep its inputs
-// alive.
+// Work that a stream runs when its turn comes. It may own host memory, never device memory: a kernel does not keep its
+// inputs alive.
 struct Work {
   virtual ~Work() = default;
   virtual void Run() = 0;
   virtual std::string Name() const = 0;
-  // What it is to the engines of a device: by default nothing, as what the double does for its own sake.
+  // The engine of a device that runs it: by default none, as for the double's own work.
   virtual int Engine() const { return kNoEngine; }
   virtual uint64_t Bytes() const { return 0; }
   virtual double Operations() const { return 0; }  // of `Arithmetic`
@@ -185,8 +185,8 @@ inline Graveyard& graveyard = *new Graveyard;  // never destroyed: streams may o
 
 inline std::atomic<uint64_t> launches{0};
 inline std::atomic<bool> timed{false};   // the double has virtual time
-inline std::atomic<bool> hollow{false};  // and what runs on it does nothing
-inline std::atomic<bool> closing{false};  // the interpreter is going: nothing is queued any more
+inline std::atomic<bool> hollow{false};  // and its kernels do nothing
+inline std::atomic<bool> closing{false};  // the interpreter ends: no work is queued
 
 // In a fresh thread's dispatch state, without autograd and without the program's modes: work may run in any thread, the
 // program's included, while that holds locks which the owner of the GIL waits for. Some meta kernels are in Python, too.

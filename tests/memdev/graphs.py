@@ -1,7 +1,7 @@
 """Graphs that are captured and replayed inside a budget (see child.py).
 
-memdev's graphs are the driver's: what is captured does not run, a stream that is captured refuses whoever orders work with
-it or asks for events, and a replay writes to the addresses of then (`fake_capture_violations` counts the refused).
+memdev's graphs are the driver's. Captured work does not run. A stream that is captured refuses calls that order work with
+it or query events (`fake_capture_violations` counts them). A replay writes to the addresses of the capture.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVICT, OFFLOAD = 0, 1
 
 
 def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
-    """Lets go, later, of what autograd holds by then; nothing without memmgr."""
+    """Returns a function that evicts the tensor, even if only autograd holds it by then. It does nothing without memmgr."""
     if _budget.current() is None:
         return lambda: None
     cell = tensor.untyped_storage()._cdata
@@ -41,7 +41,7 @@ def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
 
 
 def _all_leaves() -> None:
-    """What can leave does; nothing without memmgr."""
+    """Evicts all cells that can be evicted; does nothing without memmgr."""
     if _budget.current() is not None:
         for tensor in pager.load().objects_of((Tensor,)):
             if tensor.device.type == DEVICE:
@@ -132,8 +132,8 @@ def two_graphs() -> list[Tensor]:
 
 
 def overwritten() -> list[Tensor]:
-    """A replay writes to what a recorded op made and another one read, whose result has been dropped: that is not made again
-    from the new bytes."""
+    """A replay writes to the output of a recorded op, which another op has read. The evicted result of that op is not made
+    again from the new bytes."""
     torch.manual_seed(1)
     given = torch.randn(N).to(DEVICE).requires_grad_()
     x = torch.ones(N).to(DEVICE)
@@ -158,7 +158,7 @@ def overwritten() -> list[Tensor]:
 
 
 def no_room() -> list[Tensor]:
-    """What the budget has not is an error while a graph is captured, and nothing leaves for it."""
+    """A request beyond the budget is an error while a graph is captured, and no cell is evicted for it."""
     w = torch.ones(N).to(DEVICE).requires_grad_()
     module: Any = torch.get_device_module(DEVICE)
     h = (w * 3).sin()

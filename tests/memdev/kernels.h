@@ -16,7 +16,7 @@ namespace memdev {
 
 enum class Result { kFresh, kArgument, kView };
 
-// What an op's schema says about its results.
+// An op's results by its schema.
 struct Shape {
   std::vector<Result> results;
   std::vector<int> argument;  // of kArgument and kView: which one
@@ -355,7 +355,7 @@ inline void Fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   CheckDevices(op, shape, arguments, device);
   std::optional<torch::jit::Stack> meta;
   torch::jit::Stack meta_arguments;
-  // In hollow mode nothing is drawn, and no kernel runs that would miss what was announced.
+  // In hollow mode no number is drawn, and no kernel runs that could differ from its announced shape.
   if (hollow.load() || (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded))) {
     PlainDispatch plain;
     bool zeros = !hollow.load() && kMisannounced.count(op.operator_name().name) != 0;

@@ -1,4 +1,4 @@
-"""What the tests of budgets on the device run in processes of their own (see child.py)."""
+"""Scenarios of the tests of budgets on the device, each in a process of its own (see child.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memmgr.native.build import load_core  # isort: skip
 from memmgr.native import pager  # isort: skip
 from memmgr.runtime.plans import Plans  # isort: skip
 
-SHARES = {"mlp": (0.85, 0.75), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of what the run needs
+SHARES = {"mlp": (0.85, 0.75), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of the peak without a limit
 SCRIBBLED = 64  # allocator/pager/pools/pool.h
 POLICIES = ("auto", "evict", "offload", "torture")
 
@@ -87,7 +87,7 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def _left(handles: Handles) -> dict[str, int]:
-    """What budgets have left behind: blocks, cells, page-locked memory, events that are not kept for reuse."""
+    """Remains of budgets: blocks, cells, page-locked memory, events that are not kept for reuse."""
     scenarios.settle()
     native = pager.load()
     native.drain()
@@ -101,7 +101,7 @@ def _left(handles: Handles) -> dict[str, int]:
 
 
 def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
-    """Budgets one after the other, on the device and on the CPU; errors; what is left behind."""
+    """Budgets one after the other, on the device and on the CPU; errors; remains."""
     handles = _start(mode, seed)
     seen: dict[str, Any] = {}
     plain = scenarios._train(MODELS["mlp"], DEVICE)
@@ -121,7 +121,7 @@ def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
         seen["error"], seen["error floor"] = str(error), error.floor_bytes
         floor = error.floor_bytes
     gc.collect()
-    # What the error says is what there was so far: going on from there ends at a budget that works.
+    # The error names the floor so far: budgets of the floors that it names end at one that works.
     for tries in range(20):
         try:
             with memmgr.budget(int(floor * 1.1), quiet=True) as mm:
@@ -151,7 +151,7 @@ def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
 
 
 def checksums(mode: str, seed: int, refused: bool) -> dict[str, Any]:
-    """What a trial and a checksum ask of the driver, with the core's kernels and where the driver refuses them."""
+    """Driver calls of a determinism check and a checksum, with the core's kernels and where the driver refuses them."""
     handles = _start(mode, seed)
     names = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "pageable bytes", "cuLaunchKernel")
     count = handles.fake.fake_call_count
@@ -192,7 +192,7 @@ def checksums(mode: str, seed: int, refused: bool) -> dict[str, Any]:
 
 
 def three_tiers(mode: str, seed: int, folder: str) -> dict[str, Any]:
-    """Host memory that holds a part of what leaves the device, and a file for the rest."""
+    """Host memory for a part of the cells that are offloaded, and a file for the rest."""
     handles = _start(mode, seed)
     plain = scenarios._train(MODELS["gpt"], DEVICE)
     with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
@@ -355,8 +355,8 @@ def _two_threads(run: Callable[[], str]) -> str:
 
 
 def _two_streams(run: Callable[[], str]) -> str:
-    """Forward on two streams, so autograd tells the allocator of a gradient's streams by its address; and a program that does
-    so itself, of what is away."""
+    """Forward on two streams, so that autograd records a gradient's streams with the allocator by its address; and a program
+    that records streams of absent tensors itself."""
     torch.manual_seed(6)
     side, main = torch.Stream(DEVICE), torch.accelerator.current_stream()
     w, v = (torch.randn(1 << 13).to(DEVICE).requires_grad_() for _ in range(2))
@@ -374,7 +374,7 @@ def _two_streams(run: Callable[[], str]) -> str:
 
 
 def _forks(run: Callable[[], str]) -> str:
-    """A child that lets go of what the device has; then training goes on."""
+    """A forked child drops its tensors on the device; then training goes on."""
     torch.manual_seed(5)
     x = torch.randn(256, 64).to(DEVICE).requires_grad_()
     loss = ((x.sin() * x).tanh() * x).sum()
@@ -407,7 +407,7 @@ PROGRAMS: dict[str, tuple[Callable[[Callable[[], str]], str], dict[str, Any]]] =
 
 
 def programs(mode: str, seed: int) -> dict[str, Any]:
-    """What programs do beside plain training, each with and without memmgr; and ways to say how much memory there is."""
+    """Programs other than plain training, each with and without memmgr; and ways to give a budget."""
     handles = _start(mode, seed, memory_bytes=1 << 23)
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
@@ -422,7 +422,7 @@ def programs(mode: str, seed: int) -> dict[str, Any]:
         stats = mm.stats()
         out[name] = {"plain": plain, "managed": managed, "left": stats["evictions"] + stats["offloads"]}
         out[name]["over"] = max(0, stats["resident_bytes.peak"] - stats["budget_bytes"])
-    # What is there already counts, and a share is one of the device.
+    # Memory that is allocated already counts, and a share is one of the device's memory.
     held = torch.ones(1 << 17, device=DEVICE)
     with memmgr.budget("25%", device=DEVICE, quiet=True) as mm:
         digest = run()
@@ -531,7 +531,7 @@ def by_chance(mode: str, seed: int) -> dict[str, Any]:
 
 
 def unwound(mode: str, seed: int) -> dict[str, Any]:
-    """A budget ends by an exception; what its graph needs comes back when it is asked for, on whatever stream, or when
+    """A budget ends by an exception. The cells that its graph needs are restored when they are read, on any stream, or when
     a budget on another device opens."""
     handles = _start(mode, seed)
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)

@@ -1,8 +1,8 @@
 // memdev: a torch device (PrivateUse1) on a double of the CUDA driver. Kernels are torch's CPU kernels, and they run
-// when their stream gets to them, on raw pointers: what a program forgets to wait for is really not there yet, and what
-// it frees too early is really overwritten.
+// when their stream gets to them, on raw pointers: results that a program forgets to wait for are really not there yet,
+// and memory that it frees too early is really overwritten.
 //
-// A kernel that runs late, in whatever thread, sees the process-wide switches of that moment (oneDNN, matmul precision,
+// A kernel that runs late, in any thread, sees the process-wide switches of that moment (oneDNN, matmul precision,
 // deterministic algorithms), where a GPU's would see those of its launch. A program that changes them between launches
 // has to synchronise first.
 #include <pthread.h>
@@ -33,12 +33,12 @@ const char* const kNative[] = {"aten::empty.memory_format",
                                "aten::_copy_from_and_resize",
                                "aten::native_dropout"};
 
-// One kernel, too: what torch would otherwise put together from smaller ops in another order than its CPU kernel, and
-// what has no CPU kernel by name, but asks for one of this device by itself.
+// Ops that also run as one kernel. Torch would compose them of smaller ops in another order than its CPU kernel, or
+// they have no CPU kernel by name and call this device's.
 const char* const kWhole[] = {"aten::convolution", "aten::_convolution", "aten::convolution_backward",
                               "aten::conj_physical_"};
 
-// What GPUs have and the CPU does not: to be called by name, in hollow mode.
+// Ops of GPUs that the CPU does not have: called by name, in hollow mode.
 const char* const kHollow[] = {"aten::_scaled_dot_product_fused_attention_overrideable",
                                "aten::_scaled_dot_product_fused_attention_overrideable_backward"};
 
@@ -96,7 +96,7 @@ void Register() {
 
 #define MEMDEV_API extern "C" __attribute__((visibility("default")))
 
-// Loads the driver library and registers the device. An empty text, or what went wrong.
+// Loads the driver library and registers the device. Returns an empty text, or the error.
 MEMDEV_API const char* memdev_start(const char* driver_path) {
   static std::string problem;
   try {

@@ -61,7 +61,7 @@ class Memory : public c10::Allocator {
     if (n == 0) return c10::DataPtr(nullptr, where);
     CUstream stream = CurrentStream(device);
     size_t bytes = (n + 511) / 512 * 512;
-    // What a graph has is nobody else's, not even its own a second time.
+    // A graph's block is used by no other work, and not twice by the graph.
     bool captured = IsCapturing(device, stream);
     void* p = captured ? nullptr : Reuse(device, stream, bytes);
     if (p == nullptr) p = Obtain(device, bytes);
@@ -90,7 +90,7 @@ class Memory : public c10::Allocator {
     if (device != block.device || stream != block.home) block.users.insert({device, stream});
   }
 
-  // Waits for the devices and gives back what is free.
+  // Waits for the devices and frees the cached blocks.
   void EmptyCache() {
     for (int i = 0; i < driver.devices; ++i) {
       UseDevice(i);
@@ -124,7 +124,7 @@ class Memory : public c10::Allocator {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = free_.find({device, stream, bytes});
     if (found == free_.end() || found->second.empty()) return nullptr;
-    void* p = found->second.back();  // the last one freed: who did not wait is hit soonest
+    void* p = found->second.back();  // the last one freed, so that a missing wait shows soonest
     found->second.pop_back();
     return p;
   }
@@ -153,7 +153,7 @@ inline void Memory::Free(void* raw) {
   memory.free_[{block->device, block->home, block->bytes}].push_back(block->p);
 }
 
-// Page-locked host memory. What a copy uses is kept alive by the copy, so it can be given back at once.
+// Page-locked host memory. A copy keeps its memory alive, so a block can be freed at once.
 class PinnedMemory : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {

@@ -34,7 +34,7 @@ inline c10::Device OrCurrent(std::optional<c10::Device> device) {
   return c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(thread_state.device));
 }
 
-// What a graph has is memdev's own, whoever else hands out memory: torch's allocators give it a pool apart.
+// A graph's memory is memdev's own, whichever allocator is installed: torch's allocators give graphs a separate pool.
 inline c10::Allocator* Source() {
   int device = thread_state.device;
   return IsCapturing(device, CurrentStream(device)) ? &memory : c10::GetAllocator(c10::kPrivateUse1);
@@ -154,7 +154,7 @@ inline std::tuple<at::Tensor, at::Tensor> NativeDropout(const at::Tensor& input,
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
-constexpr uint64_t kSolidBytes = 4096;  // what a program looks at is copied in hollow mode, too
+constexpr uint64_t kSolidBytes = 4096;  // smaller copies run in hollow mode, too: a program may read them
 
 struct Copy : Work {
   Copy(Ref from, Ref to, bool is_kernel = false) : from(std::move(from)), to(std::move(to)), is_kernel(is_kernel) {}
@@ -165,7 +165,7 @@ struct Copy : Work {
   bool IsOp() const override { return true; }
   bool IsHollow() const override { return hollow.load() && Bytes() > kSolidBytes; }
   Ref from, to;
-  const bool is_kernel;  // a GPU would have it computed there: what this device computes on the host
+  const bool is_kernel;  // a GPU would compute the bytes there; this device does on the host
 };
 
 inline at::Tensor CopyFrom(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {

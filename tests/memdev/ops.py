@@ -40,7 +40,7 @@ EXCUSED = {
 
 
 def sweep(index: int, count: int) -> dict[str, Any]:
-    """The ``index``-th of ``count`` shares of the ops; what differed, and how many samples were compared."""
+    """Runs the ``index``-th of ``count`` shares of the ops. Returns the differences, and the number of samples compared."""
     warnings.simplefilter("ignore")
     start("random", seed=index)
     wrong: list[str] = []
@@ -84,7 +84,7 @@ def _run(function: Callable[..., Any], sample: Any, device: str) -> list[tuple[o
             value = value.detach().clone().to(device).requires_grad_(value.requires_grad)
             if value.requires_grad:
                 leaves.append(value)
-                value = value * 1  # what is given can be written in place
+                value = value * 1  # an argument can be written in place
             return value
         return device if isinstance(value, torch.device) or value == "cpu" else value
 

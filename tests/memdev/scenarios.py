@@ -1,4 +1,4 @@
-"""What the tests of this folder run in processes of their own. Each function returns something that JSON can carry."""
+"""Scenarios of the tests of this folder, each in a process of its own. A function returns a value that JSON can carry."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def train(mode: str, seed: int, devices: list[str]) -> dict[str, Any]:
 
 
 def settle() -> None:
-    """What is dead is freed, and what finished work held with it."""
+    """Frees dead tensors, and the memory that finished work holds."""
     gc.collect()
     torch.accelerator.synchronize()
-    torch.zeros(1, device=DEVICE).add_(1)  # the next launch lets go of it
+    torch.zeros(1, device=DEVICE).add_(1)  # the next launch frees it
     torch.accelerator.synchronize()
 
 
@@ -221,7 +221,7 @@ def copies(handles: Handles) -> dict[str, Any]:
     result["from page-locked memory that was freed"] = z.cpu().tolist()
     torch.zeros(1, device=DEVICE)
     torch.accelerator.synchronize()
-    torch.zeros(1, device=DEVICE).add_(1)  # the next launch lets go of what finished work held
+    torch.zeros(1, device=DEVICE).add_(1)  # the next launch frees the memory of finished work
     del page_locked
     result["page-locked ranges left"] = outstanding(handles, b"host")
     return result
@@ -258,7 +258,7 @@ def together() -> dict[str, Any]:
 
 
 def same_as_cpu() -> list[str]:
-    """Views, in-place ops, out=, resizing, indexing, data-dependent sizes: what differs from the CPU."""
+    """Views, in-place ops, out=, resizing, indexing, data-dependent sizes: the differences from the CPU."""
     start("random", 3)
 
     def views(device: str) -> list[Tensor]:
@@ -369,14 +369,14 @@ def features(handles: Handles) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads
         child = os.fork()
     if child == 0:
-        model = loaded = low = None  # frees what the child has of the device
+        model = loaded = low = None  # frees the child's tensors on the device
         os._exit(0)
     result["forked child"] = os.waitpid(child, 0)[1]
     return result
 
 
 def refusals() -> dict[str, str]:
-    """What is refused when it is called, and with which words."""
+    """Calls that are refused, and the texts of their errors."""
     start("late", memory_bytes=1 << 20)
     x = torch.ones(4, 4, device=DEVICE)
     attempts: dict[str, Callable[[], object]] = {
@@ -435,7 +435,7 @@ def two_devices() -> dict[str, Any]:
 
 
 def hooks(handles: Handles) -> dict[str, Any]:
-    """What another allocator's owner builds on: record_stream is handed on, and poison comes with every allocation."""
+    """Guarantees to another allocator: record_stream is forwarded, and each allocation is filled with poison."""
     calls: list[tuple[int, int, int]] = []
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     hook = kind(lambda p, device, stream: calls.append((p, device, stream or 0)))
@@ -455,7 +455,7 @@ def hooks(handles: Handles) -> dict[str, Any]:
 def on_the_core(mode: str, seed: int, leave_out: str = "") -> dict[str, Any]:
     """Two models, each on a stream of its own and never waiting for the other, on memory of `mm_device_*`.
 
-    What one gives back the other is given, so only the allocator's waits keep them apart.
+    A block that one frees is given to the other, so only the allocator's waits keep them apart.
     """
     warnings.simplefilter("ignore")  # autograd remarks that a model was not made on the stream that it is trained on
     handles = start(mode, seed)

@@ -2,7 +2,7 @@
 
 Each is right by torch's own rules without memmgr: it puts its streams in order, or autograd holds the tensor. In late mode
 nothing runs before it is waited for; the programs wait for the stream that takes the memory before the one that still
-reads it. What leaves, and when, they say themselves (`Pass.lose`): no policy is to be guessed.
+reads it. They evict cells themselves (`Pass.lose`), so that no policy decides.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Pass:
         return self.leaves[name]
 
     def cell(self, tensor: Tensor) -> int:
-        """Of a tensor that somebody holds as long as this is used."""
+        """The id of the cell of a tensor, which the caller keeps alive while it uses the id."""
         return tensor.untyped_storage()._cdata
 
     def lose(self, cell: int, how: int) -> None:
-        """It leaves the device, whoever holds it. What was there is overwritten."""
+        """Evicts the cell, which tensors may still use. Its memory is overwritten."""
         if self.native is not None and self.late:
             assert self.native.take_away(cell, how), "it did not leave: this shows nothing"
             take()
@@ -75,7 +75,7 @@ class Pass:
 
         def hook(grad: Tensor) -> None:
             if self.native is not None:
-                self.native.drain()  # what waits to be let go of is
+                self.native.drain()  # references that wait to be dropped are
             take(48)
 
         early.register_hook(hook)
@@ -118,7 +118,7 @@ def filled(p: Pass) -> list[Tensor]:
 
 
 def filled_replay(p: Pass) -> list[Tensor]:
-    """The same, and what the first stream reads it for is to make something else again."""
+    """Does the same, and the first stream reads it to rematerialize another cell."""
     h = (p.x * p.factor).sin()
     first = (h * p.leaf("other")).sum()  # its backward comes last, so that h stays
     c = h.cos()
@@ -209,13 +209,13 @@ def closed(p: Pass) -> list[Tensor]:
 def _steps(p: Pass) -> tuple[Tensor, Tensor, Tensor, torch.Event]:
     """Two parameters whose last step waits, since the second's momentum is away; room for another; an event at its end."""
     if p.native is not None:
-        p.native.set_slice_bytes(N)  # only what is cut waits
+        p.native.set_slice_bytes(N)  # only a step that is cut waits
     w, v = (p.leaf(name).detach().clone() for name in ("main", "other"))
     optimizer = torch.optim.SGD([w, v], lr=0.1, momentum=0.9, foreach=True)
     w.grad, v.grad = p.x * p.factor, p.x.clone()
     optimizer.step()
     w.grad = (p.x * p.factor).cos()
-    out = torch.zeros_like(w)  # now: who gets a block waits for all that has used it
+    out = torch.zeros_like(w)  # now: an owner of a block waits for all its earlier uses
     p.lose(p.cell(optimizer.state[v]["momentum_buffer"]), OFFLOAD)
     before = p.native.stats()["pending_slices"] if p.native is not None else 0
     optimizer.step()
@@ -291,15 +291,15 @@ def run(
     passes: int = PASSES,
     walls: int = 0,
 ) -> dict[str, Any]:
-    """The program's passes, without memmgr when `opened` is None: the digest of what they made, or what was raised.
+    """Runs the program's passes, without memmgr when `opened` is None. Returns the digest of their results, or the error.
 
     Args:
         program: one pass.
         fake: the driver.
         opened: opens a budget and closes it; gives the native and the budget.
-        passes: how many; in the last one something leaves.
-        walls: blocks that are taken before each pass, and every other one given back: holes of one size. Who takes one
-            leaves no rest beside it that counts as used by its stream, which the next one would have to wait for.
+        passes: how many; in the last one cells are evicted.
+        walls: blocks that are taken before each pass, of which every other one is freed: holes of one size. A block in a
+            hole fills it, so that no rest counts as used by its stream, for which the next one would have to wait.
     """
     torch.manual_seed(0)
     x = torch.randn(N).to(DEVICE)
@@ -318,7 +318,7 @@ def run(
                 kept = take(walls)[::2]
                 results = program(p)
                 del kept
-                main.synchronize()  # who takes the memory is first
+                main.synchronize()  # the stream that takes the memory is first
                 torch.accelerator.synchronize()
                 gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
                 found += [t.detach().cpu() for t in [*results, *gradients]]

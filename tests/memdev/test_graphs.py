@@ -29,7 +29,7 @@ def test_a_graph_inside_a_budget(programs: Any, name: str) -> None:
         assert seen["managed"]["evictions"] + seen["managed"]["offloads"] > 0
 
 
-# Not `two_graphs`: what memdev's graphs keep is memdev's own memory, which never leaves.
+# Not `two_graphs`: memdev's graphs keep memdev's own memory, which is never evicted.
 @pytest.mark.parametrize("name", ["whole_step", "overwritten"])
 def test_without_knowing_of_it_something_breaks(programs: Any, name: str) -> None:
     seen = programs[name]

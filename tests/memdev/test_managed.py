@@ -1,4 +1,4 @@
-"""Budgets on the test device: the bits of training without memmgr, however late, and in whatever order, the device is."""
+"""Budgets on the test device: the bits of training without memmgr, with any delay and any order of the device's work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c+
 
 NOTHING = {"bytes": 0, "cells": 0, "page-locked": 0, "events": 0, "driver errors": 0}
 MODES = ("late", "random", "threaded")
-# What shares a process, longest first; the figures of a scenario are what its tests share.
+# Scenarios, the longest first. The tests of a scenario share its process and its figures.
 LATE = {"mode": "late", "seed": 0}
 CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "trains late": ("managed", "trains", {**LATE, "models": ["mlp", "gpt", "convnet"], "policies": POLICIES}),
@@ -107,13 +107,13 @@ def test_wrong_bytes_stay_wrong(children: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["late", "threaded", pytest.param("random", marks=pytest.mark.slow)])
 def test_checksums_and_trials_fetch_no_bytes(mode: str) -> None:
-    """A checksum of what leaves waits for nothing; one of what returns, and a trial, wait for their own stream."""
+    """A checksum at an eviction waits for no stream. One at a restore, and a determinism check, wait for their own."""
     seen = child.run("checksums", module="memdev.managed", mode=mode, seed=0, refused=False)
     waits = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "pageable bytes")
     assert [seen["leaves"][name] for name in waits] == [0, 0, 0, 0]
     assert seen["left"] > 0 and seen["leaves"]["cuLaunchKernel"] == 2  # the word is cleared first
     assert seen["returns"]["cuCtxSynchronize"] == seen["returns"]["pageable bytes"] == 0
-    assert seen["returns"]["cuLaunchKernel"] == 4  # of what returns, and of the trial of the op that uses it
+    assert seen["returns"]["cuLaunchKernel"] == 4  # for the restored cell, and for the check of the op that uses it
     assert seen["trials"] > 0 and seen["trial"]["cuLaunchKernel"] == 2
     assert seen["trial"]["cuCtxSynchronize"] == seen["trial"]["pageable bytes"] == 0
     assert seen["training"]["pageable bytes"] == 0 < seen["training"]["cuLaunchKernel"]

@@ -1,4 +1,4 @@
-"""The test device itself: it computes what the CPU computes, late, and forgives nothing."""
+"""The test device itself: it computes the results of the CPU, late, and a missing wait shows."""
 
 from __future__ import annotations
 

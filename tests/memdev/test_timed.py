@@ -16,7 +16,8 @@ MODELS = {"gpt": 0.5, "convnet": 0.6}
 
 @pytest.fixture(scope="module")
 def seen() -> Any:
-    """What the trainings in MODELS did, each in a process of its own: what one has tried would change the other's plans."""
+    """The results of the trainings in MODELS, each in a process of its own: signatures that one has checked would change the
+    other's plans."""
     runs = {name: child.start("trains", module="memdev.timed", models={name: share}) for name, share in MODELS.items()}
     return {name: child.finish(run)[name] for name, run in runs.items()}
 
@@ -34,7 +35,7 @@ def test_a_planned_step_calls_the_driver_only_so_often(seen: Any, name: str) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_holds_with_the_bits_of_plain_training(seen: Any, name: str) -> None:
-    """Work runs when its virtual time has come: what is not waited for is not there."""
+    """Work runs when its virtual time has come, so the result of work that is not waited for is missing."""
     limited = seen[name]["limited"]
     assert limited["digest"] == seen[name]["plain"]["digest"]
     assert limited["peak"] <= limited["budget"] < seen[name]["need"]

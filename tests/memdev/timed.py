@@ -57,7 +57,7 @@ class Training:
 
 
 def begin(page_bytes: int, scale: float = 1, **options: Any) -> tuple[Handles, Simulation]:
-    """The device with a clock, pages of this size, and cells down to 64 KiB of what the tensors stand for."""
+    """The device with a clock, pages of this size, and cells down to 64 KiB at the scale of the tensors."""
     os.environ["MEMMGR_PAGER_SMALL"] = str(int((64 << 10) / scale))
     handles = start(mode="timed", **options)
     handles.fake.fake_set_granularity(ctypes.c_uint64(page_bytes))

@@ -105,7 +105,7 @@ inline c10::IValue WithTensors(const c10::IValue& v, const std::vector<at::Tenso
 
 // An argument or a result, ready for a kernel.
 struct Value {
-  c10::IValue plain;  // what it is; tensors in it are dropped
+  c10::IValue plain;  // the value; tensors in it are dropped
   bool tensors = false;
   std::vector<Ref> refs;
 

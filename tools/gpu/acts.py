@@ -88,7 +88,7 @@ def graphs() -> None:
 
 
 def streams() -> None:
-    """A side stream reads what the main stream has let go of: never what came later."""
+    """A side stream reads a tensor that the main stream has freed: never the bytes of a later one."""
     import memmgr
 
     import torch  # isort: skip

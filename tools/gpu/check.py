@@ -65,14 +65,14 @@ class Wrong(Exception):
 
 
 class Check:
-    """Runs acts and keeps what they say.
+    """Runs acts and keeps the lines that they print.
 
     Args:
         place: the device, and the folder that gets the lines.
-        seconds: after which nothing begins any more and what runs is killed.
+        seconds: after which no act begins and running ones are killed.
 
     Attributes:
-        lines: all that was said, with what the folder had of acts that are not repeated.
+        lines: all lines, with the folder's lines of acts that are not repeated.
     """
 
     def __init__(self, place: Place, seconds: float) -> None:

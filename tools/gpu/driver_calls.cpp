@@ -1,4 +1,4 @@
-// Measures what the driver's calls cost on a real device, without CUDA headers and without torch. It prints one JSON
+// Measures the cost of the driver's calls on a real device, without CUDA headers and without torch. It prints one JSON
 // object per line: {"name", "value", "unit", "detail"}, or "error" or "skipped" instead of the value.
 //
 //   g++ -std=c++17 -O2 -Wall -Wextra tools/gpu/driver_calls.cpp -o driver_calls -ldl -lpthread
@@ -581,8 +581,8 @@ void StartSpin(double seconds) {
   Launch(kernel, shared.processors, kSpinThreads, shared.compute, parameters);
 }
 
-// Waits for the kernel and compares its results with the generator's. Adds what it finds to `detail`; returns the
-// number of wrong words.
+// Waits for the kernel and compares its results with the generator's. Adds the findings to `detail`; returns the number
+// of wrong words.
 unsigned CheckSpin(Json& detail) {
   const unsigned threads = shared.processors * kSpinThreads;
   std::vector<unsigned> results(size_t{2} * threads);
@@ -894,7 +894,7 @@ class PageRun {
         kernel_end_(kernel_end), handles_(count_, 0) {
     cu.MemAddressReserve(&base_, 2 * bytes_, 0, 0, 0);
   }
-  ~PageRun() {  // what a failure left behind; refusals do not matter
+  ~PageRun() {  // frees the remains of a failure; refusals do not matter
     if (failed_) {
       Try([] { cu.CtxSynchronize(); });
       for (size_t i = 0; i < 2 * count_; ++i) Try([&] { cu.MemUnmap(base_ + i * size_, size_); });

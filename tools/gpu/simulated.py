@@ -105,17 +105,17 @@ def _both(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
 
 
 def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: float, steps: int) -> dict[str, Any]:
-    """What a trace says of a step.
+    """The figures of a step in a trace.
 
     Args:
-        rows: engine, label, begin, end, issued, bound, label of what was waited for, bytes.
+        rows: engine, label, begin, end, issued, bound, label of the work that was waited for, bytes.
         seconds: of all steps.
 
     Returns:
         Of a step, on average: `ops`, its kernels; `out_bytes` and `in_bytes`. Seconds: `step`, `kernels`, copies `out` and `in`,
         `host` (at work), `host_waits`, `ideal` (the longest of kernels and both copies), `out_under_kernels`,
-        `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the kernels' engine by reason. The largest by what
-        they are: `host_by_call`, `waits_by_call`, `kernels_by_op`. `lead`: how long a kernel waits between its launch and its
+        `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the kernels' engine by reason. The largest by kind:
+        `host_by_call`, `waits_by_call`, `kernels_by_op`. `lead`: how long a kernel waits between its launch and its
         begin. `overlap`: of the shorter of copies and kernels, the share that lies under the other. `link_use`: the busier
         way's share of the step.
     """

@@ -69,8 +69,8 @@ class Figures:
     def nvml_over(self, line: Line) -> int:
         """Bytes by which NVML's peak passes the budget by more than it may; 0: it holds, or cannot be compared.
 
-        Both peaks are over the start of the act, where no run was yet; what the plain run has outside its allocator (libraries,
-        code) is taken off. NVML sees the whole GPU: acts that run at once are not compared.
+        Both peaks are over the start of the act, where no run was yet; the memory of the plain run outside its allocator
+        (libraries, code) is subtracted. NVML sees the whole GPU: acts that run at once are not compared.
         """
         plain, budget = self.runs.get((line["act"], "none"), {}), line.get("budget") or 0
         if not line["act"].startswith("timing ") or not 0 < budget < 1 << 50 or not line.get("nvml_peak"):

@@ -238,8 +238,8 @@ void mm_tier_close(mm_tier*);
 // ...) means that nothing was taken. A write that fails later is reported by poll and wait; the slot is held until
 // freed.
 mm_slot mm_tier_write(mm_tier*, const void* src, uint64_t bytes);
-// The same, in the calling thread (no GIL, no Python), with the workers' help: what reclaim uses. Jumps the queue. On
-// an error no slot is held.
+// Writes in the calling thread (no GIL, no Python), with the workers' help, ahead of the queue: reclaim uses it. On an
+// error no slot is held.
 mm_slot mm_tier_write_now(mm_tier*, const void* src, uint64_t bytes);
 // A slot over the range [offset, offset + bytes) of a file of the caller's: reads work as for other slots, nothing is
 // written, no room is taken. `fd` stays the caller's, open until the slot is freed. A read ends with -ESTALE once the

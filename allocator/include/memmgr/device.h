@@ -3,8 +3,8 @@
 //
 // Words used here (beside those of core.h):
 //   stream      a queue of device work; work on one stream runs in order, streams run beside each other
-//   tail        the end of what is queued on a stream now
-//   mark        a numbered event in a stream; the clock says the number of the newest mark of all streams
+//   tail        the end of the work that is queued on a stream now
+//   mark        a numbered event in a stream; the clock is the number of the newest mark of all streams
 //   to wait     a stream holds its later work until another one's tail, as it is now, has passed; the CPU goes on
 //   home        the stream in whose order a block was allocated
 //   touched     the streams whose queued work may still use a piece of memory: its home, and those it was handed to

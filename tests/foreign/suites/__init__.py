@@ -1,4 +1,4 @@
-"""Which suites there are, where their tests come from and what they need."""
+"""The suites, the origin of their tests and their requirements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Suite:
         title: in the table.
         paths: files and folders with tests, in this folder or in the sources that PyPI has.
         shown: packages whose versions the table has; empty: torch's.
-        packages: what pip installs for it, without what they depend on: the project's environment has torch.
+        packages: installed by pip for it, without dependencies: the project's environment has torch.
         sdist: the package whose sources bring its tests; empty: this folder has them.
         limit: at most so many tests run, chosen by a sum of their names; 0: all.
         small: bytes from which on a tensor may be evicted. C++ code reads tensors of one or two numbers by their addresses,

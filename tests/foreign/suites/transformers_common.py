@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-# Two mixins that the sources on PyPI leave out: what they test is not there.
+# Two mixins that the sources on PyPI lack, with the modules that they test.
 for _name, _mixin in (
     ("exporters.test_export", "ExportTesterMixin"),
     ("generation.test_utils", "GenerationTesterMixin"),
@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 
 class Tester:
-    """What the common tests ask about a model."""
+    """The attributes of a model that the common tests read."""
 
     def __init__(self, name: str) -> None:
         self.kind, self.settings, _ = MODELS[name]
