@@ -95,7 +95,7 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
     *wrong = "the address range is too long";
     return nullptr;
   }
-  // Under `ulimit -v` there may be fewer addresses than we like; the length of the budget is the least that works.
+  // Under `ulimit -v` there may be fewer addresses than wanted. The length of the budget is the least that works.
   for (uint64_t large = areas.large_bytes;; large /= 2) {
     large = RoundUp(std::max(large, least), pages.page_bytes);
     const uint64_t small_bytes = areas.small_bytes != 0 ? areas.small_bytes : std::max(large / 8, kMiB);
@@ -340,7 +340,7 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
     return nullptr;
   }
   if (!heap->Back(block)) {
-    // Other processes have the memory, although the budget allows it: ours has to come from pages given back elsewhere,
+    // Other processes have the memory, although the budget allows it. It has to come from pages given back elsewhere,
     // or from reclaim.
     request->room = block->holes;
     heap->Free(block);
@@ -524,7 +524,7 @@ void* Arena::Episode(Hold* hold, Request* request) {
     const bool gained = resident() < lowest;
     lowest = std::min(lowest, resident());
     fruitless = gained ? 0 : fruitless + 1;
-    // Even after "nothing": another thread may have freed something meanwhile.
+    // Even after "nothing": another thread may have freed a block since.
     void* p = MakeRoomAndTry(hold, request);
     if (p != nullptr || released == 0) return p;
   }
@@ -553,13 +553,13 @@ uint64_t Arena::Free(void* p, uint64_t now) {
   const uint64_t offset = Offset(p);
   Block* block = offset < range_bytes_ ? FindLive(offset) : nullptr;
   if (block == nullptr) {
-    // A second free, or a pointer into the middle: from here on two owners would share memory. Rather stop, as libc
-    // does.
+    // A second free, or a pointer into the middle: two owners would share memory afterwards. The process ends instead,
+    // as with libc.
     fprintf(stderr, "memmgr: free of %p, which is not a live block\n", p);
     abort();
   }
   const uint64_t bytes = block->bytes;
-  // A graph that lies in a pool is replayed after its blocks were freed.
+  // A graph in a pool is replayed after its blocks were freed.
   if (block->touched != 0) block->times.at[0] = block->pool != 0 ? kTail : now;
   Release(block, offset);
   return bytes;
@@ -651,7 +651,7 @@ int64_t Arena::Home(const void* p) {
   return block != nullptr ? block->home : -1;
 }
 
-// The ids are given out anew on the way, so that sets which no block has any more do not add up.
+// The ids are assigned anew, so that sets which no block has do not add up.
 void Arena::BeginSettling() {
   std::lock_guard hold(lock_);
   if (forked()) return;
@@ -660,7 +660,7 @@ void Arena::BeginSettling() {
   for (Heap* heap : {&large_, &small_}) {
     heap->ForEach([&](Block* block) {
       const StreamMask mask = before.Mask(block->touched);
-      // A live block stays in use. We are not told when a graph is replayed in whose pool the block lies.
+      // A live block stays in use. Replays of a graph in whose pool the block lies are not reported.
       block->touched = block->live || block->pool != 0 ? sets_.Of(mask) : sets_.Fenced(mask);
     });
   }

@@ -38,7 +38,7 @@ namespace memmgr {
 
 // One request in stream order.
 struct StreamOrder {
-  StreamMask own = 0;  // the bit of the stream that asks
+  StreamMask own = 0;  // the bit of the requesting stream
   uint16_t home = 0;   // its number
   uint8_t pool = 0;
   bool at_once = false;                 // do nothing that may wait or call back: give nothing back, do not reclaim

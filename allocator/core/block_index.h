@@ -48,7 +48,7 @@ struct alignas(64) Block {
   };
   float cost = 0;         // live: the cost of making it free, before staleness; negative: pinned
   uint32_t holes = 0;     // pages of this run that are not committed; 0 in a live block that was handed out
-  TouchedId touched = 0;  // the streams that this memory is in use by, as far as we know; 0 where there are no streams
+  TouchedId touched = 0;  // the streams that are known to use this memory; 0: there are no streams
   union {
     uint16_t priority = 0;  // of a run, in its treap
     uint16_t slack;         // live: bytes - requested bytes; less than a large unit
@@ -121,7 +121,7 @@ class RunIndex {
   static constexpr int kWords = 6;
   static constexpr int kBins = kWords * 64;
   int BinOf(uint64_t bytes) const;
-  int NextBin(int bin) const;      // the first bin from here on that is not empty, or -1
+  int NextBin(int bin) const;      // the first bin from there on that is not empty, or -1
   int PreviousBin(int bin) const;  // the last one up to here
 
   int unit_shift_;

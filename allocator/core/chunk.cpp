@@ -8,12 +8,12 @@ namespace {
 
 constexpr uint64_t kNotes = 512;  // between two choices
 constexpr uint64_t kFirst = 64;   // before the first one, and as many again before the next
-constexpr uint64_t kParts = 16;   // of a block, at most, that a length is tried for
+constexpr uint64_t kParts = 16;   // a length is tried for at most so many parts of a block
 constexpr double kBetter = 0.9;   // of the cost of the length in use
-constexpr double kMove = 17;      // us, beside a thread that works, up to 1 MiB
+constexpr double kMove = 17;      // microseconds, while a thread works, up to 1 MiB
 constexpr double kPage = 2;  // us, to give one to the system and to fetch another: 2.6, and an op's threads share it
 constexpr double kRemainder = 20;  // us, the calls that a block's end takes
-constexpr double kLost = 1.5;      // chunks a block that come from the system, since the free bytes are no whole chunk
+constexpr double kLost = 1.5;  // chunks of a block that come from the system, since the free bytes are no whole chunk
 
 }  // namespace
 

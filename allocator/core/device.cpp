@@ -26,7 +26,7 @@ uint64_t NextSerial() {
   return ++serial;
 }
 
-// One stream does nearly everything that a thread asks for.
+// One stream does nearly all work of a thread.
 struct LastStream {
   uint64_t serial = 0;
   CUstream stream = nullptr;
@@ -177,7 +177,7 @@ void Device::GiveStream(CUstream stream) {
   given_.push_back(stream);
 }
 
-// A stream that cannot be asked because another one's capture forbids it counts as captured.
+// A stream that cannot be queried because another one's capture forbids it counts as captured.
 bool Device::Capturing(CUstream stream, CUresult* error) {
   int status = CU_STREAM_CAPTURE_STATUS_NONE;
   *error = driver_.StreamIsCapturing(stream, &status);
@@ -434,7 +434,7 @@ int Device::ReleasePool(uint64_t a, uint64_t b) {
   return 0;
 }
 
-// We are not told when a graph is replayed, and on which stream: the memory counts as touched by all streams.
+// Replays of a graph, and their streams, are not reported: the memory counts as touched by all streams.
 void Device::EndUnusedPools() {
   std::lock_guard hold(pools_lock_);
   std::erase_if(pools_, [&](const Pool& pool) {

@@ -43,7 +43,7 @@ inline constexpr StreamMask kAnything = StreamMask{1} << 63;
 class Device final : private ForkAware, private Settler {
  public:
   static Device* Open(const mm_driver& driver, int ordinal, uint64_t budget_bytes, int memory, std::string* wrong);
-  static int Close(Device* device);  // 0, or -1 and it stays
+  static int Close(Device* device);  // 0; -1: the device stays open
 
   Arena& arena() { return *arena_; }
   const mm_driver& driver() const { return driver_; }
@@ -77,11 +77,11 @@ class Device final : private ForkAware, private Settler {
   // was when that was queued: a block inherits the touches of all runs that it was merged from.
   void Untouch(const void* block, CUstream by, uint64_t mark);
   CUstream Home(const void* block);
-  int IsCapturing(CUstream stream);  // -1: the driver does not say
+  int IsCapturing(CUstream stream);  // -1: not known to the driver
   int Synchronize();                 // 0 or -errno
   uint64_t Trim(uint64_t keep_bytes);
 
-  // A stream of ours, closed with the device. NULL with the driver's error in *error.
+  // Opens a stream of memmgr's, closed with the device. NULL with the driver's error in *error.
   CUstream MakeStream(CUresult* error);
   void GiveStream(CUstream stream);  // for the next MakeStream: blocks may count as touched by it for long
   // All later work of `waiter` comes after the work queued now on the streams that touched the live block, or

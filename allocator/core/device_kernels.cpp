@@ -16,7 +16,7 @@ namespace memmgr {
 namespace {
 
 constexpr uint16_t kWords = 512;
-constexpr size_t kKeptEvents = 2;  // one in 64 blocks that leave has a pending sum: few are under way at a time
+constexpr size_t kKeptEvents = 2;  // one in 64 evicted blocks has a pending sum: few are under way at a time
 constexpr unsigned kThreads = 256;
 constexpr uint64_t kMostBlocks = 1024;
 constexpr uint64_t kBytesPerBlock = kThreads * 64;  // four loads of 16 bytes for each thread

@@ -19,7 +19,7 @@ void Device::Lend(const void* block, uint64_t bytes, CUstream home) {
   arena_->AddOutside(more);
 }
 
-// Its owner hands the memory on in order of its home, and knows of no other stream that we let use it.
+// The owner gives the memory on in order of its home, and has no record of other streams that memmgr let use it.
 void Device::LentEnds(const void* block) {
   Lent lent;
   {

@@ -12,10 +12,10 @@
 namespace memmgr {
 namespace {
 
-constexpr size_t kAskedMarks = 8;    // pending ones of a stream, from which on its oldest is asked
+constexpr size_t kAskedMarks = 8;    // pending marks of a stream, from which on its oldest is queried
 constexpr size_t kMostMarks = 1024;  // of these every second one is given up: a later one does as well
 
-// See device.h: it says the number of the newest mark.
+// See device.h: the number of the newest mark.
 std::atomic<uint64_t> the_clock{1};
 thread_local bool deferring = false;
 
@@ -82,7 +82,7 @@ void Device::MarkTail(CUstream stream) {
     ReturnEvent(event);
 }
 
-// The stream is one tier's, which queues under its own lock: nothing comes in between.
+// The stream is one tier's, which queues under its own lock: no other work comes in between.
 uint64_t Device::MarkCopy(CUstream stream, CUevent event) {
   const int number = Number(stream);
   std::lock_guard hold(marks_lock_);
@@ -119,7 +119,7 @@ Device::Mark Device::WaitForMark(CUstream waiter, int number, uint64_t time) {
   return driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS ? Mark::kQueued : Mark::kNone;
 }
 
-// All work of `other` that was queued when the clock said `time`.
+// Covers all work of `other` that was queued at the clock's `time`.
 int Device::WaitUntil(CUstream waiter, CUstream other, uint64_t time) {
   const int number = Number(other);
   const auto context = EnsureContext();
@@ -196,7 +196,7 @@ int Device::Settle(StreamMask touched, const StreamTimes& times) {
   }
 }
 
-// For marks a stream of ours waits, and the CPU for that one: a mark's event may be used again meanwhile.
+// For marks a stream of memmgr's waits, and the CPU waits for that stream: a mark's event may be reused in between.
 int Device::SynchronizeAll(StreamMask touched, const StreamTimes& times) {
   if ((touched & kAnything) != 0) return Synchronize();
   const auto context = EnsureContext();

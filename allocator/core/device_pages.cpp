@@ -30,8 +30,8 @@ CUmemAccessDesc AccessOf(int ordinal) {
   return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 }
 
-// One 4,096th of the device's memory, so that the ends of some hundred runs of blocks stay small beside it, and no less
-// than the driver's least; MEMMGR_CUDA_PAGE (bytes) says otherwise.
+// One 4,096th of the device's memory, so that the ends of some hundred runs of blocks are small in comparison, and no
+// less than the driver's least. MEMMGR_CUDA_PAGE (bytes) overrides it.
 size_t PageBytes(size_t granularity, size_t total_bytes) {
   const char* asked = getenv("MEMMGR_CUDA_PAGE");
   const size_t usual = total_bytes / 4096 > kUsualPage ? total_bytes / 4096 : granularity;
@@ -231,7 +231,8 @@ int DevicePages::Decommit(CUdeviceptr at, size_t bytes) {
   const uint64_t end = first + bytes / ops_.page_bytes;
   for (uint64_t page = first; page < end;) {
     page = UnmapPages(page, end);
-    // Refused. With others gone already there is no way back: it stays mapped, and Commit knows.
+    // Refused. Where other pages are unmapped already there is no way back: the page stays mapped, and Commit records
+    // it.
     if (page < end && page == first) return -EIO;
     if (page < end) ++page;
   }

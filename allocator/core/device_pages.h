@@ -18,7 +18,7 @@
 
 namespace memmgr {
 
-// An object that knows the streams behind the bits of a set.
+// An object that maps the bits of a set to streams.
 class Settler {
  public:
   // The CPU waits for the queued work of these streams. 0 or -errno. Never called with a lock of the arena.

@@ -1,5 +1,5 @@
-// Points: events with times in the streams of a program, between which the device works on an op. The host's clock says
-// only how long the op took to queue.
+// Points: events with times in the streams of a program, between which the device works on an op. The host's clock
+// measures only how long the op took to queue.
 #pragma once
 
 #include <vector>

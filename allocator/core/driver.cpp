@@ -95,7 +95,7 @@ CUresult mm_driver::PrimaryContext(int ordinal, CUcontext* out) const {
   CUdevice device = 0;
   CUresult error = Init(0);
   if (error == CUDA_SUCCESS) error = DeviceGet(&device, ordinal);
-  // Two threads may both come here: both get the same context, retained twice.
+  // Two threads may both reach this line: both get the same context, retained twice.
   if (error == CUDA_SUCCESS) error = DevicePrimaryCtxRetain(out, device);
   if (error == CUDA_SUCCESS) primary_[ordinal].store(*out, std::memory_order_release);
   return error;

@@ -125,7 +125,7 @@ int ScratchFile::Run(int fd, bool write, Transfer transfer, uint64_t offset) {
     const ssize_t n = write ? pwritev(fd, pieces, count, at) : preadv(fd, pieces, count, at);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return -errno;
-    // A short transfer is not an error yet: the next try says why. Direct ones go on from a whole grain.
+    // A short transfer is not an error yet: the next try returns the reason. Direct ones go on from a whole grain.
     uint64_t done = static_cast<uint64_t>(n);
     if (direct_ && fd == fd_) done &= ~(kGrain - 1);
     if (done == 0 && ++stuck == 3) return -EIO;

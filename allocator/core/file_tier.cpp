@@ -65,7 +65,7 @@ FileTier* FileTier::Open(const std::string& folder, uint64_t capacity_bytes, uin
 }
 
 bool FileTier::StartWorkers(int workers, std::string* wrong) {
-  // Signals are for the threads of the program: a handler must not run on a stack that it knows nothing of.
+  // Signals are for the threads of the program: a handler must not run on a stack of memmgr's.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -81,7 +81,8 @@ bool FileTier::StartWorkers(int workers, std::string* wrong) {
 }
 
 void FileTier::Close() {
-  // In a forked child there are no workers to join, and the conditions count waiters that do not exist: leave it all.
+  // In a forked child there are no workers to join, and the conditions count waiters that do not exist: nothing is
+  // done.
   if (forked_.load()) return;
   {
     Hold hold(mutex_);
@@ -226,7 +227,7 @@ void FileTier::CountTime() {
   stats_.read_nanoseconds += passed.count() - writing;
 }
 
-// Ends the operation once no piece is left.
+// Ends the operation after its last piece.
 void FileTier::Settle(Slot* slot) {
   if (slot->queue != nullptr || slot->in_flight > 0) return;
   slot->busy = false;
@@ -270,7 +271,8 @@ FileTier::Slot* FileTier::Find(mm_slot id) {
   return slot->held && IdOf(slot) == id ? slot : nullptr;
 }
 
-// Room that children may read comes free with the last of them; with `revoke` now. True: some did.
+// Frees the room that children could read, when the last of them has ended; with `revoke` now. True: some room became
+// free.
 bool FileTier::GiveBackInherited(bool revoke) {
   if (inherited_.empty() || (revoke && !heirs_.Revoke())) return false;
   const size_t before = inherited_.size();
@@ -368,7 +370,7 @@ int FileTier::CheckFile(int fd, const struct stat& lent) {
   return same && now.st_dev == lent.st_dev && now.st_ino == lent.st_ino ? 0 : -ESTALE;
 }
 
-// Through the page cache, where the pages of a file that somebody has mapped lie already.
+// Through the page cache, which has the pages of a mapped file already.
 int FileTier::ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes, uint64_t offset) {
   while (bytes > 0) {
     const ssize_t n = pread(fd, to, bytes, static_cast<off_t>(offset));
@@ -379,7 +381,7 @@ int FileTier::ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes
     bytes -= static_cast<uint64_t>(n);
     offset += static_cast<uint64_t>(n);
   }
-  return CheckFile(fd, lent);  // asked after the read: a change before or during it is seen
+  return CheckFile(fd, lent);  // checked after the read: a change before or during it is seen
 }
 
 mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
@@ -429,7 +431,7 @@ int FileTier::Read(mm_slot id, void* to, Urgency urgency) {
     if (slot == nullptr) return -EBADF;
     if (slot->busy) {
       if (slot->direction == kRead || slot->read_next != nullptr) return -EBUSY;
-      // Written first, then read back. Somebody needs it: the write is urgent now.
+      // Written first, then read back. A thread needs it: the write is urgent now.
       slot->read_next = static_cast<char*>(to);
       MoveToFront(slot);
     } else if (!slot->written) {
@@ -455,7 +457,7 @@ int FileTier::Wait(mm_slot id) {
   Hold hold(mutex_);
   for (bool found = false;; found = true) {
     Slot* slot = Find(id);
-    if (slot == nullptr) return found ? -ECANCELED : -EBADF;  // freed by another thread meanwhile, or never there
+    if (slot == nullptr) return found ? -ECANCELED : -EBADF;  // freed by another thread in between, or never allocated
     if (!slot->busy) return slot->result;
     if (slot->queue == nullptr || forking_) {
       settled_.wait(hold);

@@ -88,7 +88,7 @@ class FileTier final : public Tier, private ForkAware {
     int in_flight = 0;          // pieces
     int error = 0;              // of the first piece that failed
     Queue* queue = nullptr;     // while pieces are left to take
-    char* read_next = nullptr;  // a read that was asked for while the write is under way
+    char* read_next = nullptr;  // a read that was requested while the write is under way
     Slot* previous = nullptr;
     Slot* next = nullptr;
   };
@@ -101,7 +101,7 @@ class FileTier final : public Tier, private ForkAware {
     void Remove(Slot* slot);
   };
 
-  // Room that nobody holds here, but a child may read.
+  // Room without an owner here that a child may read.
   struct Inherited {
     uint64_t offset;
     uint64_t room_bytes;

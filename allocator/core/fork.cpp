@@ -12,7 +12,7 @@ struct ForkRegistry {
   Lock lock;
   ForkAware* head = nullptr;
 
-  // Never destroyed: a fork may come while the process is ending.
+  // Never destroyed: a fork may happen while the process ends.
   static ForkRegistry& Get() {
     static ForkRegistry* registry = [] {
       auto* made = new ForkRegistry;

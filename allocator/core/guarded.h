@@ -8,7 +8,7 @@
 
 namespace memmgr {
 
-// Our own bookkeeping found no memory: the same answer to the caller as when the managed memory has ended.
+// Memmgr's own bookkeeping found no memory: the caller gets the same answer as when the managed memory has ended.
 template <typename Result, typename Body>
 Result Guarded(Result when_out_of_memory, Body body) {
   try {

@@ -87,8 +87,8 @@ Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
   return Tighter(BestWithin(RunKind::kMixed, bytes, limit), BestWithin(RunKind::kHole, bytes, limit));
 }
 
-// Where blocks are aligned each has holes behind it, and so has the run that it leaves. A block of its length finds all
-// pages there, whichever run is the shortest. Null: as many holes as pages wherever we have looked.
+// Where blocks are aligned each has holes behind it, and so has the rest of its run. A block of its length finds all
+// pages there, whichever run is the shortest. Null: all runs that were searched have as many holes as pages.
 Block* Heap::FewestHoles(uint64_t bytes, uint64_t limit) const {
   constexpr int kLooks = 16;
   const RunIndex& mixed = Of(RunKind::kMixed);
@@ -118,7 +118,7 @@ uint64_t Heap::LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const 
 }
 
 uint64_t Heap::UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
-  // Below the block stays a run, and beyond the limit another one.
+  // A run is left below the block, and another one beyond the limit.
   const uint64_t run_end = run->offset + run->bytes;
   const uint64_t top = run == last_ ? std::min(run_end, std::max(limit, run->offset + bytes)) : run_end;
   return top - bytes;
@@ -309,8 +309,8 @@ void Heap::EndPool(uint8_t pool, StreamMask also) {
 
 // ---- pages -------------------------------------------------------------------------------------------------------
 
-// Whole chunks as long as there are any and one is wanted, so that they can be moved; then single pages. Runs that have
-// holes already are no fast reuse any more, so they lose the rest first.
+// First whole chunks, as long as there are any and one is wanted, so that they can be moved; then single pages. Runs
+// with holes are no fast reuse, so they lose the rest first.
 uint64_t Heap::GiveBack(uint64_t pages) {
   uint64_t given = 0;
   for (const uint64_t step : {chunk_pages_, uint64_t{1}}) {

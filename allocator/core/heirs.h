@@ -26,10 +26,10 @@ class Heirs {
   uint64_t forks() const { return forks_; }  // so far; the n-th child is of fork n
   // Does a child live of a fork after `since`, up to `until`?
   bool Any(uint64_t since, uint64_t until);
-  // Living children may read nothing more. False: they cannot be told.
+  // Forbids living children to read. False: they cannot be notified.
   bool Revoke();
 
-  // In a child, after it has read: tells if the bytes are those of its fork.
+  // In a child, after it has read: returns true if the bytes are those of its fork.
   bool MayRead() const;
 
  private:
@@ -41,7 +41,7 @@ class Heirs {
   std::vector<Heir> living_;
   std::atomic<uint64_t>* revoked_ = nullptr;  // in shared memory: children up to this fork
   uint64_t forks_ = 0;
-  int pipe_[2] = {-1, -1};  // while a fork is under way; in a child the end that tells of it
+  int pipe_[2] = {-1, -1};  // while a fork is under way; in a child the end that reports it
   struct stat told_{};  // the identity of pipe_[1]: a child may close unknown descriptors, and open another file there
 };
 

@@ -61,7 +61,7 @@ HostTier* HostTier::Open(Device* device, uint64_t capacity_bytes, std::string* w
 }
 
 void HostTier::Close() {
-  // In a forked child the driver does not answer, and the thread that had the lock does not exist: leave all as it is.
+  // In a forked child the driver does not answer, and the thread that had the lock does not exist: nothing is done.
   if (forked_.load()) return;
   IgnoreForks();
   const InDriver in(device_);
@@ -107,7 +107,7 @@ int HostTier::Queue(Direction direction, const Slot& slot, void* block, int erro
   operation->bytes = slot.bytes;
   operation->block = block;
   operation->error = error_later;
-  // All memory of our own is taken before the driver is asked for anything.
+  // All memory of memmgr's own is allocated before the first call of the driver.
   events_.reserve(events_.size() + 2 * (links_[0].under_way.size() + links_[1].under_way.size() + 1));
   link.blocks[block] = operation;
   link.under_way.push_back(operation);
@@ -185,8 +185,8 @@ void HostTier::Finish(Link* link, CUresult result) {
   (write ? stats_.write_nanoseconds : stats_.read_nanoseconds) += static_cast<uint64_t>(milliseconds * 1e6);
 }
 
-// The CPU waits, without the lock. Should another thread note the end meanwhile and the event be used again, this waits
-// for a later copy: too long, but never too short.
+// The CPU waits, without the lock. If another thread notes the end in between and the event is reused, this waits for a
+// later copy: too long, but never too short.
 int HostTier::Synchronize(OperationRef operation, Hold* hold) {
   while (!operation->done) {
     const CUevent end = operation->end;
@@ -221,7 +221,7 @@ HostTier::Slot* HostTier::Find(mm_slot id) {
   return slot->held && IdOf(slot) == id ? slot : nullptr;
 }
 
-// Where more has to be page-locked first this waits, without the lock, or says -EAGAIN. -ENOSPC: there is no room.
+// Waits, without the lock, if more has to be page-locked first, or returns -EAGAIN. -ENOSPC: there is no room.
 int HostTier::TakeSlot(uint64_t bytes, bool wait, Hold* hold, Slot** out) {
   const uint64_t room = RoundUp(bytes);
   uint64_t offset, ticket = 0;
@@ -419,7 +419,7 @@ void HostTier::Free(mm_slot id) {
   std::erase_if(fences_, [](const Fence& fence) { return fence.operation->done; });
   Slot* slot = Find(id);
   if (slot == nullptr) return;
-  // The next write into this room comes behind the last one by itself, on the same stream; the CPU does not.
+  // The next write into this room comes after the last one, on the same stream. The CPU does not wait.
   for (const OperationRef& operation : {slot->write, slot->read})
     if (operation != nullptr && !operation->done)
       fences_.push_back({slot->offset, slot->offset + slot->room_bytes, operation});

@@ -89,7 +89,7 @@ bool LadderTier::GiveRoom() {
   for (const mm_slot id : sinking_) {
     Entry* entry = Find(id);
     Settle(id, entry);
-    if (entry->where == Where::kHost) return GiveRoom();  // its write has failed, and it is not among these any more
+    if (entry->where == Where::kHost) return GiveRoom();  // its write has failed, and it is no longer among these
     if (entry->where != Where::kBoth || host_->Poll(entry->host) != 1) continue;
     host_->Free(entry->host);
     entry->host = -1;

@@ -43,7 +43,7 @@ uint64_t PageBytes() {
 }
 uint64_t UpTo(uint64_t unit, uint64_t bytes) { return (bytes + unit - 1) / unit * unit; }
 
-// The memory that the system could give without swapping. UINT64_MAX where /proc/meminfo does not say.
+// The memory that the system could give without swapping. UINT64_MAX: /proc/meminfo has no figure.
 uint64_t AvailableBytes() {
   FILE* file = fopen("/proc/meminfo", "re");
   if (file == nullptr) return UINT64_MAX;

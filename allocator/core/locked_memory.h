@@ -68,7 +68,7 @@ class LockedMemory {
   struct Job {
     uint64_t begin = 0;
     uint64_t end = 0;
-    uint64_t fresh = 0;                // from here on it was never locked
+    uint64_t fresh = 0;                // the bytes after it were never locked
     uint64_t wanted_bytes = 0;         // by a block; 0: ahead of need
     std::map<uint64_t, Piece> merged;  // the free pieces in it; after a failure those that are locked again
     CUresult error = CUDA_SUCCESS;

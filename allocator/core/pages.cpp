@@ -95,7 +95,7 @@ int HostPages::Commit(void* user, void* at, size_t bytes) {
   auto* self = static_cast<HostPages*>(user);
   char* const begin = static_cast<char*>(at);
   char* const end = begin + bytes;
-  char* fresh = begin;  // pages from here on are not moved
+  char* fresh = begin;  // later pages are not moved
   int error = 0;
   if (self->chunk_bytes_ != 0) {
     char* to = self->Up(begin);
@@ -209,8 +209,8 @@ bool HostPages::Move(char* from, char* to, size_t bytes) {
   return true;
 }
 
-// Before a new mapping lies there. Seams between its ends disappear with the mappings that it replaces, and are not
-// counted.
+// Called before a new mapping is made there. Seams between its ends disappear with the mappings that it replaces, and
+// are not counted.
 bool HostPages::Cut(char* low, char* high) {
   const auto covered = std::distance(seams_.upper_bound(low), seams_.lower_bound(high));
   if (seams_.size() - static_cast<size_t>(covered) + 2 > kMostSeams) return false;

@@ -110,7 +110,7 @@ class PageMap {
 
   uint64_t* words_;
   uint64_t words_bytes_;
-  // No page at or above was ever committed; it keeps the scans away from the untouched end.
+  // No page at or above was ever committed. It keeps scans from the untouched end.
   uint64_t frontier_ = 0;
 };
 

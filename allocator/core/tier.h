@@ -32,7 +32,7 @@ class Tier {
   virtual void Stats(mm_tier_stats* out) = 0;
   virtual void Inject(int write_errno, int after_writes, int read_errno, int after_reads) = 0;
 
-  // Where memory is plain memory, to come after an operation is to wait for it.
+  // Where memory is plain memory, ordering work after an operation means waiting for it.
   virtual int OrderMemory(mm_slot id) { return Wait(id); }
   virtual int Use(mm_slot id, mm_stream) { return Wait(id); }
   virtual const void* Bytes(mm_slot) { return nullptr; }

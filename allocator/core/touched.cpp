@@ -6,7 +6,7 @@ namespace memmgr {
 
 TouchedSets::TouchedSets() : masks_{0, ~StreamMask{0}}, ids_{{0, 0}, {~StreamMask{0}, kEverything}} {}
 
-// Longer waits than needed are the answer when there are no ids or no memory left: never a shorter one.
+// Without ids or memory waits are longer than needed, never shorter.
 TouchedId TouchedSets::Add(StreamMask mask, std::unordered_map<StreamMask, TouchedId>* to) noexcept {
   if (masks_.size() == kMaxSets) return kEverything;
   try {

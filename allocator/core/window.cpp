@@ -8,7 +8,7 @@
 namespace memmgr {
 namespace {
 
-constexpr float kTick = 1e-9f;  // an access "just now" is stale by something, and prices stay finite
+constexpr float kTick = 1e-9f;  // an access "just now" has a small staleness, so that prices are finite
 constexpr float kLeast = 1e-30f;
 
 // cost / staleness^exponent. The exponents in use have a form that the compiler turns into vector instructions.
@@ -107,7 +107,7 @@ bool Chooser::Window(uint64_t bytes) {
   int exponent = 0;
   std::frexp(std::min(dearest, std::numeric_limits<float>::max()), &exponent);
   const double scale = std::ldexp(1.0, 51 - static_cast<int>(std::bit_width(n_)) - exponent);
-  constexpr double kWhole = 0x1p52;  // adding it leaves no room for a fraction
+  constexpr double kWhole = 0x1p52;  // adding it rounds to a whole number
   for (size_t i = 0; i < n_; ++i) units_[i] = (static_cast<double>(price_[i]) * scale + kWhole) - kWhole;
   uint64_t held = 0;
   double sum = 0, least = std::numeric_limits<double>::infinity();

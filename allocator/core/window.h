@@ -32,14 +32,14 @@ class Chooser {
  public:
   // The conditions that must hold afterwards.
   struct Goal {
-    uint64_t bytes;   // of them so many free in one run; 0: no run is asked for
+    uint64_t bytes;   // so many of them free in one run; 0: no run is needed
     uint64_t needed;  // freed in all
   };
 
   // The `count` blocks from `first` to `last`, as pieces. `now` is on the clock of last_access. May throw
   // std::bad_alloc.
   void Gather(const Block* first, const Block* last, size_t count, uint64_t limit, double now, double exponent);
-  // Victims in address order for the window, else in the order in which they leave. False: nothing reaches the goal.
+  // Victims in address order for the window, otherwise in their order of eviction. False: the goal cannot be reached.
   bool Choose(Search how, Goal goal);
   const std::vector<const Block*>& victims() const { return victims_; }
 
