@@ -67,7 +67,7 @@ void Meter::SamplePages() {
   const int64_t grown = static_cast<int64_t>(arena_now.committed_bytes) - reserved_.current;
   grown >= 0 ? reserved_.Add(grown) : reserved_.Take(-grown);
   // The arena keeps a peak of its own, which a budget's passes reset: it counts once it differs from its value when
-  // ours was reset.
+  // the meter's was reset.
   const auto arena_peak = static_cast<int64_t>(arena_now.committed_peak_bytes);
   if (arena_peak != arena_peak_at_reset_) {
     arena_peak_at_reset_ = -1;

@@ -25,7 +25,7 @@ struct MemoryStats {
   Count bytes[kPools];            // after alignment
   Count requested_bytes[kPools];  // before
   Count reserved_bytes;           // pages with memory behind them
-  Count pages;                    // pieces of memory that the driver gave us
+  Count pages;                    // pieces of memory that the driver has given
   int64_t out_of_memory;
   int64_t retries;  // allocations that fitted, or failed, only after free pages had been given back
   int64_t synchronizations;

@@ -176,7 +176,7 @@ class Native {
       if (request->may_grow || room >= Segment(request->bytes)) return false;
       throw NoRoom();
     }
-    // A request came past the door, without its size. The lock is torch's, so once.
+    // A request came past the door, without its size. The lock is torch's, so this runs once.
     const uint64_t share = limit / 8;
     if (room >= share || tl_asking || Capturing(ordinal)) return false;
     return MakeRoom(*asked, share - room) > 0;
@@ -214,7 +214,8 @@ class Native {
                               ordinal_of(ordinal));
   }
 
-  // Everything that torch has handed out. Others allocate meanwhile: until nothing has happened while we looked.
+  // Everything that torch has handed out. Other threads allocate at the same time, so the look is repeated until
+  // nothing has changed during it.
   void Count(Place& place, int ordinal) {
     for (uint64_t before = ~uint64_t{0}; before != place.told.load();) {
       before = place.told.load();

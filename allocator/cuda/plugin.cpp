@@ -286,9 +286,9 @@ class Allocator final : public CUDAAllocator {
     observers_.push_back(std::move(observer));
   }
 
-  // New in some version, so none of them says `override`: where torch asks, they answer.
+  // Functions that only some versions of torch have: none is marked `override`, and each is used where torch calls it.
   std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* p) { return history_.Origin(p); }
-  // Nothing is rejected before it was tried.
+  // No request is rejected before it was tried.
   void attachOomRejectionObserver(std::function<void(int64_t, size_t, size_t, size_t)>) {}
 
   // ---- pools and graphs ----
@@ -531,7 +531,7 @@ MEMMGR_VISIBLE int mm_cuda_install(const char* driver, int memory, char* err, si
   return 0;
 }
 
-// Is it still there? Until CUDA is initialised others may put theirs in its place.
+// Returns true if it is still installed. Until CUDA is initialised another library may replace it.
 MEMMGR_VISIBLE int mm_cuda_in_place() {
   return c10::cuda::CUDACachingAllocator::allocator.load() == &memmgr::Ours() ? 1 : 0;
 }

@@ -179,7 +179,7 @@ def test_a_tenth_over_the_floor_works_whatever_is_dropped(seed: int) -> None:
 
 
 def roots_in_a_loop() -> None:
-    """facts.md: a no-grad 16 MB tensor is reduced and added in a loop. In plain torch one is alive at a time."""
+    """A no-grad 16 MB tensor is reduced and added in a loop. In plain torch one is alive at a time."""
     x = torch.ones(1000, requires_grad=True)
     for _ in range(3):
         y = x

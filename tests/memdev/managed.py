@@ -26,7 +26,7 @@ from memmgr.native import pager  # isort: skip
 from memmgr.runtime.plans import Plans  # isort: skip
 
 SHARES = {"mlp": (0.85, 0.75), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of the peak without a limit
-SCRIBBLED = 64  # allocator/pager/pools/pool.h
+SCRIBBLED = 64  # allocator/pager/pools/stream_rules.h
 POLICIES = ("auto", "evict", "offload", "torture")
 
 

@@ -25,7 +25,7 @@ from memmgr.native import pager  # isort: skip
 
 N = 16384
 EVICT, OFFLOAD = 0, 1
-USES, FILLED, PREFETCHED, CHECKED, CLOSED, SAMPLED = (1 << i for i in range(6))  # allocator/pager/pools/pool.h
+USES, FILLED, PREFETCHED, CHECKED, CLOSED, SAMPLED = (1 << i for i in range(6))  # allocator/pager/pools/stream_rules.h
 LATE, WHERE = 128, 256
 PASSES = 2  # the first one proves the kinds of op, which waits for the device
 

@@ -16,7 +16,7 @@ from memmgr.native import pager
 
 from .kernels import replaced
 
-ENOUGH = 32  # kinds of a family that are tried (kinds.cpp: kTriedEnough)
+ENOUGH = 32  # signatures of a family that are checked (op_signature.cpp: kTriedEnough)
 LENGTHS = range(20_000, 22_000)
 
 

@@ -96,7 +96,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _bits(cell: Cell, reference: Cell) -> str:
-    """Losses of all steps, and the parameters after the last one, beside the reference's after that very step."""
+    """Losses of all steps, and the parameters after the last one, with the reference's after the same step."""
     told, steps = cell.told, len(cell.told["losses"])
     other = next((t for t in [reference.told["warm"], *reference.turns] if t["steps"] == steps), None)
     if other is None or told["losses"] != reference.told["losses"][:steps] or told["parameters"] != other["parameters"]:

@@ -263,7 +263,7 @@ class _Process:
         def stop() -> None:
             late.set()
             self._process.send_signal(signal.SIGCONT)
-            self._process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it says where it was
+            self._process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER its output has the place
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_SECONDS_TO_TELL)
             self._process.kill()
@@ -286,7 +286,7 @@ class _Process:
         if late.is_set():
             where = tail if os.environ.get("PYTHONFAULTHANDLER") else []
             self.result.failure = "\n".join([*where, f"stopped after {self._timeout:.0f} s"])
-        elif code == -signal.SIGKILL:  # it could not say so itself
+        elif code == -signal.SIGKILL:  # it could not report that itself
             self.result.failure = "killed, as processes are where the memory of the machine or its container is used up"
         elif code != 0 or not self.result.digest:
             self.result.failure = "\n".join(tail) or f"ended with code {code}"

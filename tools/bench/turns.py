@@ -29,7 +29,7 @@ class Cell:
 
     Attributes:
         turns: of each turn: seconds, processor, steps so far.
-        told: the figures that it sent at the end.
+        told: the figures that the cell sent at its end.
         error: why there are none.
     """
 
@@ -165,10 +165,10 @@ def once(children: Nursery, spec: Spec) -> Cell:
 
 
 def together(children: Nursery, specs: Sequence[Spec], turns: int, say: Say) -> list[Cell]:
-    """All cells of a group, the reference first: each warms up alone, then they take turns.
+    """Runs all cells of a group, the reference first: each warms up alone, then they take turns.
 
-    In every round another one begins. A cell that dies has its reason, and the others go on. At its end the reference goes on
-    until it has taken as many steps as any, so that everybody's bits have their counterpart.
+    In every round another one begins. A cell that ends early has its reason, and the others go on. At its end the reference
+    goes on until it has taken as many steps as any other cell, so that all bits can be compared with its bits.
     """
     cells = [Cell(spec) for spec in specs]
     begun: list[Cell] = []

@@ -121,7 +121,7 @@ class Sampler:
             now = self.clock()
             if self.resident is not None and now >= next_resident:
                 resident = self.resident()
-                # At most a hundredth of the run goes into asking, however long an answer takes.
+                # Reading takes at most a hundredth of the run, however long one reading takes.
                 next_resident = now + max(0.02, 100 * (self.clock() - now))
             self.timeline.append((now, rss_bytes() - self._start_rss, resident))
 
@@ -177,7 +177,7 @@ class Training:
         return loss.item()
 
     def digest(self, losses: list[str]) -> str:
-        """SHA-256 over everything that training leaves behind."""
+        """SHA-256 over all results of the training."""
         sha = hashlib.sha256()
         state = self.optimizer.state_dict()["state"]
         moments = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}

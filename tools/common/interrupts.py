@@ -20,7 +20,7 @@ def ends_at_once(verb: str) -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(Exception):  # a stream may be in the middle of a line, or gone
+        with contextlib.suppress(Exception):  # a stream may be in the middle of a line, or closed
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             os.write(2, f"memmgr {verb}: interrupted\n".encode())

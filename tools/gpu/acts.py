@@ -36,7 +36,7 @@ def say(name: str, ok: bool | None, **fields: Any) -> None:
 
 
 def pressed(budget: Any) -> tuple[Callable[[], None], Any]:
-    """A step that does not fit into the budget without something leaving, and the options of that budget."""
+    """A step that does not fit into the budget without evictions, and the options of that budget."""
     import torch
 
     size = (64 << 20) if ON_GPU else (1 << 20)  # bytes of each of 24 saved tensors
@@ -175,7 +175,7 @@ def child(*words: str, **env: str) -> list[dict[str, Any]]:
 
 
 def trainer() -> None:
-    """The losses of a Trainer that knows nothing of memmgr, without and with the variable."""
+    """The losses of a Trainer without a call of memmgr, without and with the variable."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
         return say("Trainer by environment", None, text="transformers or accelerate is missing")
     plain = child(__file__, "_trainer", DEVICE, MEMMGR_INSTALL="0", MEMMGR_BUDGET="")[-1]
@@ -223,7 +223,7 @@ def answers() -> None:
 
 
 def _sibling(name: str, spec: dict[str, Any]) -> Any:
-    """`train.py` with that spec; without memmgr where the spec says so."""
+    """Runs `train.py` with that spec; without memmgr if the spec is plain."""
     sys.argv[1:] = [json.dumps(spec)]
     found = importlib.util.spec_from_file_location(f"_gpu_acts_{name}", HERE / f"{name}.py")
     assert found is not None and found.loader is not None

@@ -214,7 +214,7 @@ class Check:
             self._look_closer()
 
     def _look_closer(self) -> None:
-        """Runs the first act that crashed under the tools that say where."""
+        """Runs the first act that crashed under the tools that find the place."""
         if self._suspect is None or self._looked:
             return
         self._looked = True

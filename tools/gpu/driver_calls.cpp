@@ -858,7 +858,7 @@ void HostCosts() {
       });
     }
   }
-  // Calls beside a running kernel: events are pending and streams busy.
+  // Calls while a kernel runs: events are pending and streams busy.
   const auto busy = [&](const std::string& name, int limit, auto act) {
     Figure("host." + name, 0.15, [&] {
       const Event event;
@@ -1403,7 +1403,7 @@ void Pageable(CUdeviceptr memory) {
       char* host = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
       if (host == MAP_FAILED) throw Failed(std::string("mmap: ") + strerror(errno));
       try {
-        for (int i = 0; i < 4; ++i) {  // the first copy meets untouched memory
+        for (int i = 0; i < 4; ++i) {  // the first copy goes to untouched memory
           const double begun = Now();
           Copy(out, host, memory, bytes, shared.down);
           call = Now() - begun;
@@ -1435,7 +1435,7 @@ void StartAdd(CUdeviceptr memory, size_t bytes, unsigned rounds) {
   Launch(Kernel(shared.add), shared.processors * 8, 256, shared.compute, parameters);
 }
 
-// Copies beside a kernel that streams device memory.
+// Copies while a kernel streams device memory.
 void BesideCompute(char* out_host, char* in_host, CUdeviceptr out_memory, CUdeviceptr in_memory) {
   Figure("link.beside_compute", 0.5, [&] {
     constexpr size_t bytes = 512 * kMiB;

@@ -11,7 +11,7 @@ real ones, their kernels take their time and do nothing, `figures` is the table.
 Keys of a run, all optional except `name`:
     budget: bytes, or null for none; `of_activations`: the budget is the fixed part + this share of the activations;
     `of_need`: this share of the need. Both need an earlier run with `"measure": true`.
-    policy, placement, host, leave_out (pools/pool.h: StreamRule), verify: of the budget.
+    policy, placement, host, leave_out (pools/stream_rules.h: StreamRule), verify: of the budget.
     steps: measured steps; warm: steps before at least; settle: most steps until a plan is followed.
     digest: of parameters, buffers and losses; default where `settle` does not make the number of steps vary;
     profile: a path for a trace of two steps.
@@ -310,7 +310,7 @@ nvml = Nvml() if ON_GPU else None
 
 @contextlib.contextmanager
 def budget(run: dict[str, Any]) -> Iterator[Any]:
-    """The budget that the run asks for, or none."""
+    """The budget of the run, or none."""
     if PLAIN or not ({"budget", "of_activations", "of_need", "measure"} & run.keys()):
         yield None
         return
@@ -357,7 +357,7 @@ def forward_of(method: str, model: nn.Module, loss: Callable[[], Tensor]) -> Cal
 
 
 def run_once(run: dict[str, Any]) -> None:
-    """Trains as the run says and prints its figures."""
+    """Trains by the run's settings and prints its figures."""
     out: dict[str, Any] = {"run": run["name"], "event": "result"}
     gc.collect()
     if ON_GPU:
@@ -562,7 +562,7 @@ def simulate() -> None:
 
 
 def main() -> None:
-    """All runs, one after the other; one that fails is told, and the others are tried."""
+    """Does all runs, one after the other. A failure is reported, and the next run begins."""
     if SPEC.get("deterministic"):
         torch.use_deterministic_algorithms(True, warn_only=True)
     with contextlib.suppress(Exception):

@@ -348,7 +348,7 @@ def _simulate(
         rates["shared"] = tier.shared
     cost = replay(trace, steps, budget, away=away, clean=clean, **rates)
     if feasible and not cost.valid:
-        raise AssertionError(f"{name} broke a rule: {cost.why}")  # a bug of ours, with its stack
+        raise AssertionError(f"{name} broke a rule: {cost.why}")  # a bug of memmgr, with its stack
     overhead = cost.seconds / trace.seconds if feasible and trace.seconds else (1.0 if feasible else None)
     result = Result(
         name, ratio, budget, feasible, overhead, cost.peak_bytes, bound, seconds, trace.unmanaged_peak[0], trace.seconds,

@@ -15,7 +15,7 @@ from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view.run_state import RunState, parse_line
 
 ANSWER_SECONDS = 10.0
-"""A process that says nothing for so long is taken for stuck: one op may hold the interpreter for a while."""
+"""A process without a line for so long counts as stuck: one op may hold the interpreter for a while."""
 
 
 class Attached:
@@ -74,7 +74,7 @@ class Attached:
 
     @property
     def silent_seconds(self) -> float:
-        """Since something came; 0 when nothing is expected any more."""
+        """Seconds since the last line; 0 when no line is expected."""
         return 0.0 if self.over else time.monotonic() - self._heard
 
     def fileno(self) -> int:

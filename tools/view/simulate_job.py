@@ -242,7 +242,7 @@ def _too_little(ranks: Sequence[Rank], limits: Sequence[Limit]) -> str:
         if least > limit.size_bytes:
             each = ", ".join(f"rank {ranks[i].number} {show_size(floors[i])}" for i in limit.ranks)
             return f"{show_size(limit.size_bytes)} are less than what fits, {show_size(least)}: {each}"
-    raise AssertionError("the floors fit, and no split was found")  # a bug of ours
+    raise AssertionError("the floors fit, and no split was found")  # a bug of memmgr
 
 
 # ---- output

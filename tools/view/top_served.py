@@ -70,7 +70,7 @@ class _Page(AppService):
     """
 
     async def stop(self) -> None:
-        """Asks the process to end; one that does not is killed."""
+        """Signals the process to end; one that does not is killed."""
         process = self._process
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(super().stop(), CLOSING_SECONDS)

@@ -94,7 +94,7 @@ void mm_arena_set_reclaim(mm_arena*, mm_reclaim_fn, void* user);
 void mm_arena_set_budget(mm_arena*, uint64_t budget_bytes);  // a smaller budget binds from the next allocation on
 void mm_arena_set_outside(mm_arena*, uint64_t outside_bytes);
 void mm_arena_add_outside(mm_arena*, int64_t delta);
-// Room that is going to be counted as outside: until the promise is taken back no allocation gets it.
+// Keeps room for bytes that will be counted as outside: no allocation gets it until the promise is taken back.
 void mm_arena_promise_outside(mm_arena*, int64_t delta);
 
 // Where large blocks may lie (from the next allocation on).
@@ -114,11 +114,11 @@ void* mm_arena_alloc_at(mm_arena*, size_t bytes, int side);
 void* mm_arena_try_alloc(mm_arena*, size_t bytes, uint64_t keep_free);
 // The block's size after alignment, 0 when p is not the start of a live block.
 size_t mm_arena_block_bytes(mm_arena*, const void* p);
-// The same, and how much of it was asked for (0 as well).
+// Returns the same, and the bytes of the request in *requested_bytes (0 as well).
 size_t mm_arena_block(mm_arena*, const void* p, size_t* requested_bytes);
 const void* mm_arena_base(mm_arena*);         // the address that a walk counts from
 int mm_arena_owns(mm_arena*, const void* p);  // any address in the range; takes no lock
-// NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would. Returns the
+// NULL is ignored; anything else that is not a live block of this arena ends the process, as free() would. Returns the
 // block's size.
 size_t mm_arena_free(mm_arena*, void* p);
 // ---- prices and searches: victims that make room for a request (window.h) ----
