@@ -125,7 +125,7 @@ struct Version {
   Cell* cell = nullptr;    // holds, or held, the bytes; null: a ghost
   bool evicted = false;    // the cell's storage lives, and only the recipe can make its bytes
   bool temporary = false;  // a ghost that was rematerialized for other recipes; its bytes are freed after that
-  bool kept = false;       // temporary, and its bytes are kept for a later group (rematerialize.cpp)
+  bool kept = false;       // temporary; its bytes are kept for its group or a later one (rematerialize.cpp)
   bool uninitialized = false;
   bool presumed = false;     // a measuring run presumes that its op can run again: the next step will check that
   Recipe* recipe = nullptr;  // counted
