@@ -79,12 +79,12 @@ def watch(spec: dict[str, Any], env: dict[str, str] | None = None, seconds: floa
             samples, gap, last = samples + 1, max(gap, now - last), now
             part = child.stdout.read()
             if part == b"":
-                break  # it died: the exit status says how
+                break  # it has ended: see the exit status
             output += part or b""
             assert now < deadline, f"the child took more than {seconds} s"
             time.sleep(SAMPLE_SECONDS)
         os.close(status)
-        with contextlib.suppress(BrokenPipeError):  # it died: the exit status says how
+        with contextlib.suppress(BrokenPipeError):  # it has ended: see the exit status
             child.stdin.write(b"bye\n")
             child.stdin.close()
         os.set_blocking(child.stdout.fileno(), True)

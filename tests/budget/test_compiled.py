@@ -183,7 +183,7 @@ def test_an_error_in_a_compiled_update_is_all_that_is_said(
 
 
 def test_none_opens_inside_of_a_compiled_function() -> None:
-    """Its return takes the budget from the thread: plain ops met tensors whose bytes were away."""
+    """Its return takes the budget from the thread: plain ops read absent tensors."""
 
     @torch.compiler.disable
     def opens() -> None:

@@ -183,7 +183,7 @@ def test_held_tensors_are_named() -> None:
 
 @pytest.mark.parametrize("device", ["mps", "xpu:0", torch.device("meta")])
 def test_a_device_that_cannot_be_managed_is_refused(device: Any) -> None:
-    """Rather than a budget that nobody keeps."""
+    """Rather than a budget that is not kept."""
     with pytest.raises(
         NotImplementedError, match=r"cannot be kept: memmgr has an allocator for CUDA only; device='cpu'"
     ):

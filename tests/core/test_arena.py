@@ -47,7 +47,7 @@ class Model:
             return
         address = sorted(self.live)[index % len(self.live)]
         size, fill = self.live.pop(address)
-        assert ctypes.string_at(address, size) == bytes([fill]) * size  # nobody else wrote there
+        assert ctypes.string_at(address, size) == bytes([fill]) * size  # no other owner wrote there
         self.arena.free(address)
 
     def verify(self, range_bytes: int) -> None:

@@ -86,7 +86,7 @@ def test_a_remap_moves_the_memory_instead_of_clearing_new(make_arena):
 
 @pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
 def test_what_the_system_refuses_in_part_leaves_nothing_in_memory(core):
-    """Some pages had been moved there when the rest was refused: nobody counts those, so they must go."""
+    """Some pages had been moved there when the rest was refused: no counter has those, so they must be unmapped."""
     done = run_child("""
         import ctypes, resource
         from test_pages import KIB, MIB, fragment, resident_bytes

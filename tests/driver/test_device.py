@@ -186,7 +186,7 @@ def test_what_is_lent_counts(open_device: OpenDevice, driver: FakeDriver) -> Non
     device = open_device(budget=32 * MIB)
     stream, lend, ends = driver.stream(), device.core.mm_device_lend, device.core.mm_device_lent_ends
     block = device.alloc(4 * MIB, stream)
-    for address, size in ((64, MIB), (128, 2 * MIB), (64, 3 * MIB)):  # the first one's end was told nobody
+    for address, size in ((64, MIB), (128, 2 * MIB), (64, 3 * MIB)):  # the first one's end was not reported
         lend(device.handle, address, size, stream)
     assert device.arena_stats.outside_bytes == 5 * MIB
     assert device.try_alloc(24 * MIB, stream) is None  # the budget is theirs, too
@@ -321,7 +321,7 @@ def test_more_sets_than_there_are_ids(open_device: OpenDevice, driver: FakeDrive
         device.free(block)
     assert device.stats.synchronizations == 1
     assert members > 60_000
-    # The sets that nothing has any more are forgotten then: there are ids again.
+    # The sets that no memory has are forgotten then, so there are ids again.
     block = device.alloc(1000, home)
     driver.fill(others[3], block, 1000, 1)
     device.used(block, others[3])

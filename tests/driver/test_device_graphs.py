@@ -138,7 +138,7 @@ def test_a_pool_keeps_its_memory(open_device: OpenDevice, driver: FakeDriver, ca
     device.free(pooled)
     device.free(small)
     assert device.end_pool(7) == 0
-    # Outside of it the memory is nobody's, and counts.
+    # Outside of it the memory has no owner, and counts.
     assert device.arena_stats.live_bytes == 0
     assert device.core.mm_arena_resident(device.arena) == 4 * MIB + 512
     assert device.alloc(30 * MIB, captured) is None

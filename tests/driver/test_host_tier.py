@@ -78,7 +78,7 @@ def test_there_and_back(bench: Bench, now: bool) -> None:
 
 
 def test_calls_only_queue(core, driver: FakeDriver) -> None:
-    """On a device that does nothing until somebody waits, write, read, use and free return, and poll says so."""
+    """On a device that does nothing before a wait, write, read, use and free return, and poll reports pending."""
     bench = Bench(core, driver, LATE)
     tier, size = bench.tier, 700
     block = bench.filled(size, 1)

@@ -66,7 +66,7 @@ def test_the_host_runs_ahead_until_it_waits(timed: Timed) -> None:
     timed.driver.cuMemGetInfo_v2(c.byref(c.c_size_t()), c.byref(c.c_size_t()))
     timed.driver.set_figure(b"cuMemGetInfo", 0)
     assert timed.now() == 3.5
-    timed.kernel(stream)  # the device has been idle meanwhile
+    timed.kernel(stream)  # the device has been idle in between
     assert timed.finish(stream) == 4.5
 
 

@@ -276,7 +276,7 @@ class Workload:
                 self.host_wrong.append(f"the sum of {cell.size} bytes is another one")
 
     def trim(self) -> None:
-        """Pages that nobody has are unmapped, and mapped again where they are wanted."""
+        """Pages without an owner are unmapped, and mapped again where they are needed."""
         self.library.mm_device_trim(self.device.handle, self.rng.randrange(4) * PAGE)
 
     def ends(self) -> None:
@@ -307,7 +307,7 @@ class Workload:
             self.give_slot(cell)
 
     def give_slot(self, cell: Cell) -> None:
-        """A slot may go while its copies run, but nobody can wait for it then."""
+        """A slot may be freed while its copies run, but no thread can wait for it then."""
         if cell.block is not None and cell.ready is None:
             assert cell.home is not None
             self.bring(cell, cell.home)

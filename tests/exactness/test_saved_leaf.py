@@ -101,7 +101,7 @@ def test_a_leaf_that_was_written_is_still_an_error() -> None:
 
 
 def test_the_handle_keeps_no_leaf_alive() -> None:
-    """Its bytes may leave when the program has let go of it."""
+    """It may be evicted once the program has dropped it."""
     x = torch.randn(WIDTH * WIDTH, requires_grad=True)
     with memmgr.budget(HUGE_BYTES, policy="torture", quiet=True) as mm:
         loss = (torch.full((WIDTH * WIDTH,), 3.0) * x).exp().sum()

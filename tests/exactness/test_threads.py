@@ -339,7 +339,7 @@ def generator_mutex_against_the_gil(policy: str) -> None:
         threads, errors = spawn([sample, sample, ask])
         begun = time.monotonic()
         passes = 0
-        # Four seconds; on a machine that is busy with other things, until everybody has had a turn.
+        # Four seconds; on a machine that is busy with other things, until every thread has had a turn.
         while time.monotonic() < begun + 4 or (
             time.monotonic() < begun + 60 and (passes < 3 or counts["sampled"] < 6 or counts["asked"] < 6)
         ):

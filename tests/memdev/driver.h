@@ -208,7 +208,7 @@ inline void RunWork(void* raw) {
     const at::DisableRecordFunctionGuard unobserved;  // a kernel is no op
     if (!work->IsHollow()) work->Run();
   } catch (const std::exception& error) {
-    // There is nobody to throw it at: the program is far ahead. A GPU would report it at the next synchronisation.
+    // There is no caller to throw it to: the program is far ahead. A GPU would report it at the next synchronisation.
     std::fprintf(stderr, "memdev: %s failed when its stream reached it: %s\n", work->Name().c_str(), error.what());
     std::fflush(stderr);
     std::abort();
@@ -239,7 +239,7 @@ inline void Launch(int device, CUstream stream, std::unique_ptr<Work> work) {
   launches.fetch_add(1);
   work->captured = IsCapturing(device, stream);
   MEMDEV_CHECK(driver.cuLaunchHostFunc(stream, RunWork, work.get()));
-  work.release();  // it may be gone already
+  work.release();  // it may have ended already
 }
 
 }  // namespace memdev

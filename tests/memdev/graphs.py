@@ -80,7 +80,7 @@ def _captured(x: Tensor, w: Tensor) -> tuple[Any, Tensor, Tensor]:
 
 
 def whole_step() -> list[Tensor]:
-    """A step as a graph, replayed between eager passes whose saved tensors leave and come back."""
+    """A step as a graph, replayed between eager passes whose saved tensors are evicted and restored."""
     torch.manual_seed(0)
     # Autograd orders the streams at a leaf that is used on two, which no capture can have.
     w, v = (torch.randn(N).to(DEVICE).requires_grad_() for _ in range(2))

@@ -234,7 +234,7 @@ def two_devices(mode: str, seed: int) -> dict[str, Any]:
         del x, y, one, other
     out["evictions"], out["outside"] = mm.stats()["evictions"] + mm.stats()["offloads"], mm.stats()["outside_bytes"]
     out["of this device"] = here.nbytes
-    # Everything comes back to the device that it left, whichever is current when the budget closes.
+    # Every cell is restored on its own device, whichever is current when the budget closes.
     with torch.accelerator.device_index(1):
         with memmgr.budget(1 << 20, device=f"{DEVICE}:0", policy="offload", quiet=True):
             x = here.clone().requires_grad_()

@@ -146,7 +146,7 @@ inline void Memory::Free(void* raw) {
   if (block->captured) return;  // a graph's memory is its own as long as the process lives
   bool capturing = IsCapturing(block->device, block->home);
   for (const auto& [device, stream] : block->users) capturing = capturing || IsCapturing(device, stream);
-  if (capturing && !block->users.empty()) return;  // nobody can be waited for: torch puts it off, here it is lost
+  if (capturing && !block->users.empty()) return;  // no work can be waited for: torch puts it off, here it is lost
   for (const auto& [device, stream] : block->users) StreamWaits(block->device, block->home, device, stream);
   Poison(block->device, block->home, block->p, block->bytes);
   std::lock_guard<std::mutex> lock(memory.mutex_);

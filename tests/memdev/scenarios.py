@@ -124,7 +124,7 @@ def queued(handles: Handles) -> int:
 
 
 def lateness(handles: Handles) -> dict[str, Any]:
-    """Nothing runs before somebody waits, and backward is launched by a thread of its own."""
+    """Nothing runs before a wait, and backward is launched by a thread of its own."""
     w = torch.ones(4, 4).to(DEVICE).requires_grad_()
     torch.accelerator.synchronize()
     at_rest = queued(handles)
@@ -410,7 +410,7 @@ def refusals() -> dict[str, str]:
 
 
 def fails_late() -> None:
-    """An index out of range: only the kernel can know, and by then there is nobody to tell."""
+    """An index out of range: only the kernel finds it, and by then no call can raise it."""
     start("late")
     F.embedding(torch.tensor([7]).to(DEVICE), torch.ones(3, 2).to(DEVICE))
     print("launched", flush=True)

@@ -13,7 +13,7 @@
 
 namespace {
 
-// A megabyte of other numbers, through torch: somebody has to leave for it.
+// A megabyte of other numbers, through torch: a cell has to be evicted for it.
 void allocate() {
   at::Tensor scratch = at::empty({1 << 18});
   std::fill_n(scratch.data_ptr<float>(), scratch.numel(), -1e6f);
@@ -174,7 +174,7 @@ PYBIND11_MODULE(memmgr_test_extension, m) {
   py::class_<Holder>(m, "Holder").def(py::init<at::Tensor>()).def("total", &Holder::total);
 }
 
-// Called below everything that is watched: a write that nobody announces.
+// Called below all observers: a write that no op declares.
 extern "C" void memmgr_test_poke(void* storage, long index, float value) {
   static_cast<float*>(static_cast<c10::StorageImpl*>(storage)->mutable_data())[index] = value;
 }

@@ -1,4 +1,4 @@
-"""Two-valued bytes (masks) leave all but a bit for each element, and come back as they were."""
+"""Two-valued bytes (masks) are evicted but for a bit for each element, and are restored with the same bytes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_stays_of_a_mask_counts_and_ends_with_it() -> None:
         kept = torch.bernoulli(torch.full((N,), 0.5))
         again = kept.clone()
         pager.take_away(kept, 0)
-    assert torch.equal(kept, again)  # it came back at the end
+    assert torch.equal(kept, again)  # it was restored at the end
 
 
 def test_more_values_than_the_first_of_its_kind_had() -> None:

@@ -1,4 +1,4 @@
-"""A computation in a thread of ours ends when another thread stops it: at once, in its own frames, and in no others."""
+"""A computation in a thread of memmgr ends when another thread stops it: at once, in its own frames, and in no others."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_model_states_leave(name: str) -> None:
-    """Parameters, gradients and states go and come back, with clipping, and end as they would."""
+    """Parameters, gradients and states are evicted and restored, with clipping, and end as they would."""
 
     def fn(seed: int, scope: Any) -> Any:
         record = cases.Record()

@@ -113,7 +113,7 @@ def test_what_it_reads_stays_while_it_allocates(extension: Any, pager: native.Pa
 
 
 def test_what_it_has_kept_stays_while_it_is_pinned(extension: Any, pager: native.Pager) -> None:
-    """No argument shows it, so the user says it."""
+    """It is no argument, so the user declares it."""
     t = _number()
     bound = torch.classes.memmgr_test.Bound(t)
     with memmgr.pin(t):
@@ -332,7 +332,7 @@ def test_an_extension_that_is_imported_later(library: Path, pager: native.Pager)
 
 
 def test_a_package_of_inductor_is_foreign(pager: native.Pager) -> None:
-    """Compiling one takes half a minute, so only this is asked: are its calls guarded already?"""
+    """Compiling one takes half a minute, so only this is checked: its calls are guarded already."""
     loader = vars(torch._C._aoti.AOTIModelPackageLoader)
     functions = [loader[name].__func__ for name in ("run", "boxed_run")]
     assert pager.guard(functions, pager.libraries_that_use_torch()) == 0
@@ -349,7 +349,7 @@ def test_functions_are_as_they_were(extension: Any) -> None:
         assert not native.load().describe(t)
 
 
-# ---- writes that nobody announces ------------------------------------------------------------------------------------
+# ---- writes that no op declares --------------------------------------------------------------------------------------
 
 watched = pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_cdata") or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),

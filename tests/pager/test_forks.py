@@ -167,7 +167,7 @@ def test_the_parent_goes_on_while_a_child_reads(pager: native.Pager) -> None:
     with torch.no_grad():
         for _ in range(3):
             for tensor in away:
-                tensor.mul_(-1)  # comes back, and its copy below is void
+                tensor.mul_(-1)  # restored, and its copy in the tier is void
                 assert pager.take_away(tensor, 1) > 0
     os.write(ready, b"!")
     os.close(ready)

@@ -242,7 +242,7 @@ def test_profilers_note_addresses_outside_of_ops(what: str, tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11's, for any reader
 @pytest.mark.parametrize("begins", ["before the budget", "in it", "in it, and goes on after it"])
 def test_a_profiler_hears_every_op(begins: str) -> None:
-    """Torch's callbacks of the thread that opens a budget rest while nobody else has one (rule 12)."""
+    """Torch's callbacks of the thread that opens a budget rest while no other listener has one (rule 12)."""
     x = torch.randn(64, 64)
 
     def names(profile: Any) -> list[str]:
@@ -374,7 +374,7 @@ def test_the_floor_of_a_compiled_region(large_only: None) -> None:
 
 
 def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
-    """A build of sources that somebody was just editing does not stay."""
+    """A build of sources that change during it is not kept."""
     script = """
 import shutil, sys
 from pathlib import Path
@@ -610,7 +610,7 @@ def test_a_gradient_is_not_adopted_while_another_thread_may_drop_some() -> None:
         with memmgr.budget("1GB", quiet=True, policy="keep"):
             assert native.gradient_bytes(w) == 0
             assert native.describe(w.grad) is None
-            w.grad.add_(1)  # an op meets it
+            w.grad.add_(1)  # an op touches it
             assert native.describe(w.grad) is not None
     finally:
         stop.set()
@@ -649,7 +649,7 @@ print("right")
 
 
 def test_what_an_op_reads_that_began_before_the_budget_stays() -> None:
-    """Nobody has pinned it: the op would read memory that is the system's again."""
+    """No op has pinned it: the op would read memory that was given back to the system."""
     done = forkserver.run([sys.executable, "-c", IN_AN_OP], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith("right\n")

@@ -1,4 +1,4 @@
-"""Slices of optimizers' steps that wait until somebody needs them: nobody can tell (rule 14)."""
+"""Slices of optimizers' steps that wait until a thread needs them: no program sees a difference (rule 14)."""
 
 from __future__ import annotations
 
@@ -665,7 +665,7 @@ def test_threads_meet_at_one_slice(beyond: Callable[[str], int]) -> None:
 
 
 def test_what_all_fits_does_not_wait() -> None:
-    """Nothing of the step is away, so nothing would be gained; gradients would live longer."""
+    """No tensor of the step is absent, so nothing would be gained; gradients would live longer."""
     with memmgr.budget("1GB", quiet=True):
         native.load().set_slice_bytes(1000)
         _, slices = waiting(begun)

@@ -195,7 +195,7 @@ def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
     assert now["resident_bytes.peak"] <= limit
     assert now["reads_ahead"] > before["reads_ahead"]
     assert now["clean_drops"] > before["clean_drops"]
-    if share == 0.7:  # malloc's order scans states that it has just let go of, and most of them could stay
+    if share == 0.7:  # malloc's order scans states that it has just evicted, and most of them could stay resident
         _, alone, _ = under(States, share, "offload", _plan=False)
         assert moved(figures) < 0.9 * moved(alone)
 
@@ -431,7 +431,7 @@ def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads whose ops are mixed up: the program is not told by an exception out of its backward."""
+    """Threads whose ops are mixed up: no exception comes out of the program's backward."""
 
     def refuses(*_: Any, **__: Any) -> Any:
         raise TraceError("reads what nothing has made")
@@ -453,7 +453,7 @@ class Tree(models.Training):
 
 
 class Dense(models.Training):
-    """A DenseNet: all that leaves is made of features that the program has let go of, each as large as the others."""
+    """A DenseNet: all victims are made of features that the program has dropped, each as large as the others."""
 
     def __init__(self) -> None:
         model = DenseNet(8, 6, levels=2)

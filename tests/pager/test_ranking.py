@@ -78,7 +78,7 @@ def test_which_orders_are_mallocs_own() -> None:
     "policy", [MINE, "msps+auto", "delta", "lru+offload", "largest"], ids=lambda p: getattr(p, "name", p)
 )
 def test_other_policies_run_as_themselves(policy: Any) -> None:
-    """Nobody plans for them, and where malloc has no such order a thread ranks."""
+    """They have no plan, and where malloc has no such order a thread ranks."""
     losses, stats, runtime = trained(limit=limit(0.6), policy=policy)
     assert losses == trained()[0]
     assert stats["plans"] == 0 and stats["resident_bytes.peak"] <= stats["budget_bytes"]

@@ -467,7 +467,7 @@ def test_two_threads_whose_ops_fit_one_by_one(large_only: None, beyond: Callable
 def _threads() -> list[str]:
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended in between
             names.append((task / "comm").read_text().strip())
     return names
 

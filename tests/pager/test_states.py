@@ -121,7 +121,7 @@ with memmgr.budget("100MB", policy=sys.argv[1], quiet=True) as mm:
 """
 
 
-@pytest.mark.parametrize("policy", ["auto", "delta"])  # `delta` has a thread of its own, which is nobody that trains
+@pytest.mark.parametrize("policy", ["auto", "delta"])  # `delta` has a thread of its own, which does not train
 def test_who_asks_in_the_middle_of_a_run_is_told_the_kinds(policy: str) -> None:
     """Also where memory has never been short; and a loop that asks for every batch does not pay a look each time."""
     done = forkserver.run([sys.executable, "-c", ASKS, policy], capture_output=True, text=True, timeout=120)

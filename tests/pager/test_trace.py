@@ -284,7 +284,7 @@ def test_a_child_does_not_write_over_it(tmp_path: Path) -> None:
 
 
 def test_what_leaves_inside_of_an_op_does_not_hide_what_the_op_takes(tmp_path: Path) -> None:
-    """Plans had let go of too little before such an op, each time."""
+    """Plans had evicted too little before such an op, each time."""
     weight = nn.Parameter(torch.linspace(-1.0, 1.0, 1 << 18).view(512, 512))
 
     def step() -> None:

@@ -209,7 +209,7 @@ def test_gaps_are_seen_whatever_was_in_memory_before(there: int) -> None:
 
 @pytest.mark.parametrize("how", [RuntimeError, torch.OutOfMemoryError])
 def test_a_second_run_that_fails_is_made_good(how: type[Exception]) -> None:
-    """The first result has gone for it: the op runs once more, and is not tried in its place again."""
+    """The first result was freed for it: the op runs once more, and is not checked in place again."""
     runs = 0
 
     def fails_once(x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ def test_a_second_run_that_fails_is_made_good(how: type[Exception]) -> None:
         assert native.take_away(y, 0) == 0
 
 
-# A trial's memory is full of ones before, and it leaves ones behind. Large blocks come back from the system, cleared.
+# A trial's memory is full of ones before, and it leaves ones behind. Large blocks come from the system again, cleared.
 @pytest.mark.parametrize("room", ["beside", "in its place"])
 @pytest.mark.parametrize(("there", "steps"), [(7, 32), (0xFF, 2)])
 def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps: int, room: str) -> None:
@@ -400,7 +400,7 @@ def test_what_a_kernel_made_that_is_registered_no_more_is_made_again_by_it() -> 
 
 @pytest.mark.parametrize("name", ["index_put", "put", "index_put_"])
 def test_what_threads_race_for_is_not_made_again(name: str) -> None:
-    """A trial whose indices do not repeat says nothing of the next call, whose indices do."""
+    """A check whose indices do not repeat does not cover the next call, whose indices do."""
     n = 50_000
 
     def act(x: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_less_than_dtr_on_the_operator_logs() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_less_than_dtr_on_made_up_logs(shape: dict[str, bool]) -> None:
-    """Nothing here was tuned to four logs: the same comparison on passes that nobody looked at."""
+    """Nothing here was tuned to four logs: the same comparison on unseen passes."""
     shares = []
     for seed in range(6):
         trace = parse_dtr_log(json.dumps(line) for line in network(seed, **shape).lines)

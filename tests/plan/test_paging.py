@@ -309,7 +309,7 @@ def test_an_op_that_reads_what_is_changed_in_place_later_does_not_run_again_afte
 
 
 def test_what_is_made_again_for_its_readers_is_not_written_below() -> None:
-    """Nobody holds it, so a run has no cell that could leave between them."""
+    """The program does not hold it, so a run has no cell that could be evicted between them."""
     builder = TraceBuilder(copy_on_write=False)
     w = builder.constant("w", 1)
     builder.call("x", 1.0, ["w"], [("x", 10, -1)])

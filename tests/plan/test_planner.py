@@ -285,7 +285,7 @@ def test_an_in_place_write_takes_no_room() -> None:
 
 @pytest.mark.parametrize("kind", [OpKind.COMPUTE, OpKind.ONCE])
 def test_what_nothing_makes_again_stays_while_the_program_holds_it(kind: OpKind) -> None:
-    """A gradient that waits for `zero_grad`, say: nobody reads it again, and its bytes are somewhere all the same."""
+    """A gradient that waits for `zero_grad`, say: no op reads it again, and its bytes are somewhere all the same."""
     ops = [
         Op("x", 1.0, (), (0,), kind),
         Op("reads", 1.0, (0,), (1,)),
@@ -561,7 +561,7 @@ def test_what_a_run_has_let_go_of_has_no_copy(cycle: bool, ratio: float, rate: f
 
 
 def test_what_is_let_go_of_is_made_again_first() -> None:
-    """`large` is cheaply made of `small`, which nobody holds any more: a schedule may keep it, a run cannot."""
+    """`large` is cheaply made of `small`, which the program no longer holds: a schedule may keep it, a run cannot."""
     builder = TraceBuilder()
     builder.constant("w", 8)
     builder.call("small", 10.0, ["w"], [("small", 50, -1)])

@@ -179,7 +179,7 @@ def late(limit: str, policy: str = "auto") -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(0.5)
         fraction = torch.cuda.get_per_process_memory_fraction()
         stats = opened.stats()
-    torch.empty(2 * int(limit), dtype=torch.uint8, device="cuda")  # no budget any more
+    torch.empty(2 * int(limit), dtype=torch.uint8, device="cuda")  # the budget has ended
     same = same and bool((held.cpu() == value).all())
     fractions = fraction, torch.cuda.get_per_process_memory_fraction()
     del held

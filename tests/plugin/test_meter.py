@@ -128,7 +128,7 @@ def test_a_peak_that_the_budgets_own_resets_hide_is_still_seen(make: Any) -> Non
     assert meter.stats()["reserved_bytes"]["peak"] == 8 * MIB
     meter.reset_peaks()
     assert meter.stats()["reserved_bytes"]["peak"] == 0
-    # Committed, given back, and nobody looked: only the arena's own peak knows.
+    # Committed and given back without a look in between: only the arena's own peak has it.
     address = meter.device.alloc(4 * MIB)
     meter.device.free(address)
     meter.device.trim()

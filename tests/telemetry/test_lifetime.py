@@ -542,6 +542,6 @@ def test_a_child_has_a_log_of_its_own(tmp_path: Path) -> None:
     kinds = {name: [json.loads(line)["type"] for line in lines] for name, lines in logs.items()}
     assert kinds["run.jsonl"].count("hello") == kinds["run.jsonl"].count("end") == 2
     assert kinds[f"run.{spawned}.jsonl"].count("end") == 1
-    with memmgr.budget(LIMIT, log=str(tmp_path / "run.jsonl"), quiet=True):  # nobody has it any more: it is begun anew
+    with memmgr.budget(LIMIT, log=str(tmp_path / "run.jsonl"), quiet=True):  # it has no owner: it is begun anew
         pass
     assert (tmp_path / "run.jsonl").read_text().count('"hello"') == 1

@@ -428,7 +428,7 @@ def test_what_a_user_reads_names_no_file_of_the_repository() -> None:
         for path in sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h")):
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 named = re.search(r"\bdocs/[\w/-]+\.md|\((see )?docs/", line)
-                # The report that is written in a checkout is no page that somebody is sent to.
+                # The report that is written in a checkout is no page that documents link to.
                 assert not named or "DATE" in line, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 

@@ -215,7 +215,7 @@ def test_keys() -> None:
 
 
 def test_the_first_screen_does_not_wait_for_the_process() -> None:
-    """One op may hold the interpreter for a while; that somebody is there is known at once."""
+    """One op may hold the interpreter for a while; the process is found at once."""
     with lines.served(4242, []):
         app = _app()
 
