@@ -69,7 +69,7 @@ def same_bits(name: str) -> Callable[[CaseFunction], CaseFunction]:
 
 
 def no_pins() -> None:
-    """At the end of a step there is no pin, neither of a Work that has ended nor of a reducer that has reduced."""
+    """At the end of a step nobody has a pin: neither a Work that is gone nor a reducer that has reduced."""
     from memmgr import _budget
 
     if _budget.current() is None:
@@ -241,7 +241,7 @@ def fsdp2_keep(seed: int, scope: Scope) -> Record:
 
 @group("fsdp")
 def distributed_checkpoint(folder: Path) -> None:
-    """Saved and loaded with shards and states absent; no cell is pinned after it, and none escapes."""
+    """Saved and loaded with shards and states away; nothing is pinned after it, and nothing escapes."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -359,7 +359,7 @@ def works_late_point_to_point(folder: Path) -> None:
 
 @group("works")
 def works_known_by_a_future_alone(folder: Path) -> None:
-    """Only the backend has the Work, until it is done."""
+    """Nobody has the Work itself: the backend does, until it is done."""
 
     class Waits:
         def __init__(self, future: Any) -> None:

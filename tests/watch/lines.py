@@ -184,7 +184,7 @@ def written(path: Path, found: list[dict[str, Any]]) -> Path:
 
 @contextmanager
 def served(pid: int, found: list[dict[str, Any]], *, hang_up: bool = False) -> Iterator[None]:
-    """A socket at that process's address that sends these lines to every reader."""
+    """A socket at that process's address that sends these lines to everybody."""
     path = _stream.private_folder() / f"{pid}.sock"
     kept: list[socket.socket] = []
     data = "".join(json.dumps(line) + "\n" for line in found).encode()
@@ -200,7 +200,7 @@ def served(pid: int, found: list[dict[str, Any]], *, hang_up: bool = False) -> I
                     return
                 try:
                     connection.sendall(data)
-                except OSError:  # only checked for a reader
+                except OSError:  # only looked whether somebody is there
                     connection.close()
                     continue
                 if hang_up:

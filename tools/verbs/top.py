@@ -138,7 +138,7 @@ def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
             found.append(Attached(args.pid, _request(args)))
         else:
             for pid in _stream.processes():
-                with suppress(UsageError):  # it has ended in between
+                with suppress(UsageError):  # it ended meanwhile
                     found.append(Attached(pid, _request(args)))
             if not found:
                 raise UsageError("no process of this user has an open memmgr budget")
