@@ -131,7 +131,7 @@ def test_it_is_put_in_place_once(cuda: pytest.MonkeyPatch, memory: str | None, n
 
 
 def test_whoever_comes_too_late_is_told(cuda: pytest.MonkeyPatch) -> None:
-    """Another library initialised CUDA between the check and the installation."""
+    """Between our look and the installation somebody initialised CUDA."""
     cuda.setattr(_cuda, "build", lambda: Path("x.so"))
     cuda.setattr(_cuda, "_load", lambda path: Library(refuses=True))
     assert _cuda.install() == _cuda.TOO_LATE
