@@ -384,7 +384,7 @@ def test_no_wait_passes_by_the_names() -> None:
         "if (Noted(driver_.StreamSynchronize(settler)) == CUDA_SUCCESS) return 0;",
     ]
     calls = {
-        # close.all, synchronize.all, its definition; in the helpers, for work that cannot be queried
+        # close.all, synchronize.all, its definition; in the helpers, for streams that cannot be queried
         "SynchronizeContext": 6,
         "WaitForTail": 2,  # its definition, WaitUntil where there is no mark
         "WaitUntil": 2,  # its definition, WaitFor
