@@ -284,7 +284,11 @@ def load() -> Pager:
             raise NotBuiltError("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
         api = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "api" / "include"  # c10d's headers want it
         compile_library(
-            sources / "pager.cpp", target, [sources, include, python, api], ["c10", "torch_cpu", "torch_python"], what="pager"
+            sources / "pager.cpp",
+            target,
+            [sources, include, python, api],
+            ["c10", "torch_cpu", "torch_python"],
+            what="pager",
         )
         try:
             _loaded = _open(target)

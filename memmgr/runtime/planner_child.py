@@ -1,7 +1,8 @@
 """The planner's process: started by path, so that nothing of memmgr that imports torch is run.
 
-It reads questions (a function of `planning`, its arguments and its priority) from a socket, which is its standard input, and answers each. It
-ends when the socket does or its parent has, also in the middle of a computation, and deaf to Ctrl-C, which is the training's.
+It reads questions (a function of `planning`, its arguments and its priority) from a socket, which is its standard input, and
+answers each. It ends when the socket does or its parent has, also in the middle of a computation, and deaf to Ctrl-C, which is
+the training's.
 """
 
 from __future__ import annotations

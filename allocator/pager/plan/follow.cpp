@@ -245,8 +245,9 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
 
 }  // namespace
 
+static uint64_t let_planned_go_in_malloc(uint64_t want, uint64_t request) { return let_planned_go(want, request); }
 static const bool lets_planned_go =
-    (room_sources.planned = [](uint64_t want, uint64_t request) { return let_planned_go(want, request); }, room_sources.plan_is_short = &note_short, true);
+    (room_sources.planned = &let_planned_go_in_malloc, room_sources.plan_is_short = &note_short, true);
 
 void add_plan(FollowedPlan plan) {
   std::lock_guard<std::mutex> lock(graph_lock());
