@@ -3,6 +3,8 @@
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/SparseTensorImpl.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
 
 #include "base/budget.h"
 #include "base/deferred_drop.h"
@@ -21,9 +23,21 @@
 
 namespace memmgr::pager {
 
+// The tensors of a quantizer, which the kernels for its tensor read.
+static void parts_of_quantizer(c10::TensorImpl* t, c10::SmallVector<at::Tensor, 2>* parts) {
+  const auto quantizer = static_cast<at::QTensorImpl*>(t)->quantizer();
+  if (const auto* by_channel = dynamic_cast<const at::PerChannelAffineQuantizer*>(quantizer.get()))
+    *parts = {by_channel->scales(), by_channel->zero_points()};
+}
+
 void Frame::tensor(c10::TensorImpl* t, bool written) {
   declares_writes_ |= written;
   each_storage(t, [&](c10::StorageImpl* s) { storage(s, written); });
+  if (C10_LIKELY(!t->key_set().has(c10::DispatchKey::Quantized))) return;
+  c10::SmallVector<at::Tensor, 2> parts;
+  parts_of_quantizer(t, &parts);
+  for (const at::Tensor& part : parts)
+    if (part.has_storage()) storage(part.storage().unsafeGetStorageImpl(), false);
 }
 
 void Frame::storage(c10::StorageImpl* s, bool written) {
