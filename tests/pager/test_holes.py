@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -471,6 +472,29 @@ def test_the_first_op_without_room_waits_for_another_threads(beyond: Callable[[s
             thread.join(60)
             assert memmgr.native.pager.load().stats()["retries"] > 0
             assert x.sum().item() == y.sum().item()
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_an_op_may_wait_for_threads_whose_ops_wait_for_room(fits: bool, beyond: Callable[[str], int]) -> None:
+    """They waited for its end, to have all the room, and it waited for theirs."""
+    with torch.library._scoped_library("memmgr_joins", "FRAGMENT") as library:
+        library.define("in_a_thread(Tensor x) -> Tensor")
+
+        def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(lambda: torch.cat([x, x]).sum()).result()
+
+        library.impl("in_a_thread", in_a_thread, "CPU")
+        x = torch.arange(1_000_000.0)
+        want = torch.ops.memmgr_joins.in_a_thread(x)
+        with memmgr.budget(beyond("13MB" if fits else "7MB"), quiet=True):
+            others = [torch.arange(1_000_000.0) for _ in range(4)]
+            if fits:
+                assert torch.equal(torch.ops.memmgr_joins.in_a_thread(x), want)
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    torch.ops.memmgr_joins.in_a_thread(x)
+            assert sum(t.sum().item() for t in others) == 4 * others[0].sum().item()
 
 
 def test_nobody_asks_for_the_gradients_of_another_threads_model(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
 #include "concurrency/admission.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <vector>
 
 #include "base/budget.h"
+#include "base/clock.h"
 #include "base/gil.h"
 #include "cells/cell.h"
+#include "concurrency/python_threads.h"
 
 namespace memmgr::pager {
 
@@ -19,11 +25,14 @@ namespace {
 constexpr int kOpsShift = 48;
 constexpr uint64_t kOneOp = uint64_t{1} << kOpsShift;
 
+constexpr uint64_t kRestsNs = 1'000'000'000;
+
 struct Admission {
   std::atomic<uint64_t> running{0};
   std::atomic<int> waiting{0};
   std::mutex lock;
   std::condition_variable changed;
+  std::vector<unsigned long> foreign;  // threads in ops of other libraries
 };
 
 Admission& admission() {
@@ -40,9 +49,36 @@ bool fits(uint64_t running) {
   return bytes + fixed <= limit;
 }
 
+// True if all ops under way belong to other libraries and their threads sleep. One waiting thread calls it repeatedly.
+bool all_foreign_and_rest_locked(const Admission& a, std::vector<Sleeper>* sleepers) {
+  if (a.foreign.empty() || a.running.load() >> kOpsShift != a.foreign.size()) {
+    sleepers->clear();
+    return false;
+  }
+  const bool same = std::equal(a.foreign.begin(), a.foreign.end(), sleepers->begin(), sleepers->end(),
+                               [](unsigned long thread, const Sleeper& s) { return thread == s.system_thread; });
+  if (!same) {
+    sleepers->clear();
+    for (const unsigned long thread : a.foreign) sleepers->push_back({thread});
+  }
+  const uint64_t now = now_ns();
+  bool all = true;
+  for (Sleeper& s : *sleepers) all &= rests(&s, now, kRestsNs);
+  return all;
+}
+
 }  // namespace
 
-Admitted::Admitted(uint64_t bytes, bool alone) : asked_(kOneOp + std::min(bytes, kOneOp / 256)) {
+Admitted::Admitted(uint64_t bytes, bool alone, bool foreign) : asked_(kOneOp + std::min(bytes, kOneOp / 256)) {
+  Admission& a = admission();
+  wait_for_admission(alone);
+  if (C10_LIKELY(!foreign)) return;
+  foreign_ = static_cast<unsigned long>(syscall(SYS_gettid));
+  std::lock_guard<std::mutex> lock(a.lock);
+  a.foreign.push_back(foreign_);
+}
+
+void Admitted::wait_for_admission(bool alone) {
   Admission& a = admission();
   const auto may_run = [&] {
     const uint64_t running = a.running.fetch_add(asked_) + asked_;
@@ -55,13 +91,24 @@ Admitted::Admitted(uint64_t bytes, bool alone) : asked_(kOneOp + std::min(bytes,
   WithoutGil released;
   std::unique_lock<std::mutex> lock(a.lock);
   a.waiting++;
+  std::vector<Sleeper> sleepers;
   // Bounded, because fixed bytes change without a notification.
-  while (!may_run()) a.changed.wait_for(lock, std::chrono::milliseconds(5));
+  while (!may_run()) {
+    if (all_foreign_and_rest_locked(a, &sleepers)) {
+      a.running.fetch_add(asked_);
+      break;
+    }
+    a.changed.wait_for(lock, std::chrono::milliseconds(5));
+  }
   a.waiting--;
 }
 
 Admitted::~Admitted() {
   Admission& a = admission();
+  if (C10_UNLIKELY(foreign_)) {
+    std::lock_guard<std::mutex> lock(a.lock);
+    a.foreign.erase(std::find(a.foreign.begin(), a.foreign.end(), foreign_));
+  }
   a.running.fetch_sub(asked_);
   if (C10_UNLIKELY(a.waiting.load(std::memory_order_relaxed) > 0)) {
     std::lock_guard<std::mutex> lock(a.lock);

@@ -9,13 +9,18 @@ namespace memmgr::pager {
 class Admitted {
  public:
   // alone: waits until no other op runs.
-  Admitted(uint64_t bytes, bool alone);
+  // foreign: an op of another library. It may wait for other threads, whose ops may wait for room: they do not wait for
+  // its end once its thread has slept for a second.
+  Admitted(uint64_t bytes, bool alone, bool foreign = false);
   ~Admitted();
   Admitted(const Admitted&) = delete;
   Admitted& operator=(const Admitted&) = delete;
 
  private:
+  void wait_for_admission(bool alone);
+
   const uint64_t asked_;
+  unsigned long foreign_ = 0;  // the thread, by the system's number; 0: the op is torch's
 };
 
 // An op that runs alone and finds no room waits so often for other threads to write to their newborns: on a busy

@@ -111,11 +111,10 @@ bool each_other_thread(const F& visit) {
 // A thread that has not been seen to go on since the budget opened.
 struct Other {
   unsigned long thread;
-  unsigned long system_thread;
+  Sleeper sleeper;
   const void* frame;
   int instruction;
   uint64_t ops;
-  uint64_t looked_ns = 0, ran_ns = 0;  // when it was last seen to run; its processor time until then
 };
 
 struct Others {
@@ -146,9 +145,9 @@ std::string_view read_of_thread(unsigned long system_thread, const char* what, c
   return {text, n};
 }
 
-// Returns true if the thread has ended, or has slept for a while and run next to nothing.
-bool rests(Other* o, uint64_t now) {
-  constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may take longer for their parts of its op
+}  // namespace
+
+bool rests(Sleeper* o, uint64_t now, uint64_t long_ns) {
   char text[512], times[64];
   const std::string_view state = read_of_thread(o->system_thread, "stat", text, sizeof text);
   if (state.empty()) return true;
@@ -157,13 +156,11 @@ bool rests(Other* o, uint64_t now) {
   const std::string_view ran = read_of_thread(o->system_thread, "schedstat", times, sizeof times - 1);
   times[ran.size()] = 0;
   const uint64_t ran_ns = ran.empty() ? now : std::strtoull(times, nullptr, 10);  // not recorded: it never rests
-  if (sleeps && o->looked_ns && ran_ns - o->ran_ns <= (now - o->looked_ns) / 20) return now - o->looked_ns >= kLongNs;
+  if (sleeps && o->looked_ns && ran_ns - o->ran_ns <= (now - o->looked_ns) / 20) return now - o->looked_ns >= long_ns;
   o->looked_ns = sleeps ? now : 0;
   o->ran_ns = ran_ns;
   return false;
 }
-
-}  // namespace
 
 Elsewhere elsewhere() {
   Elsewhere found = Elsewhere::kWaits;
@@ -180,7 +177,7 @@ void let_others_end_their_ops() {
   each_other_thread([&](unsigned long thread, PyFrameObject* top) {
     const unsigned long system_thread = system_threads[thread];
     if (does(top) != Elsewhere::kWaits)
-      found.push_back({thread, system_thread, top, PyFrame_GetLasti(top), ops_counted_of(system_thread)});
+      found.push_back({thread, {system_thread}, top, PyFrame_GetLasti(top), ops_counted_of(system_thread)});
   });
   if (found.empty()) return;
   std::lock_guard<std::mutex> lock(others().lock);
@@ -211,12 +208,13 @@ void give_others_a_moment() {
 bool others_are_in_their_ops() {
   if (!waiting_for_others.load()) return false;
   constexpr uint64_t kMostNs = 10'000'000'000;
+  constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may be longer at their pieces of its op
   std::lock_guard<std::mutex> lock(others().lock);
   auto& all = others().all;
   const uint64_t now = now_ns();
   if (!others().until_ns) others().until_ns = now + kMostNs;
   remove_locked(now > others().until_ns ? all.begin() : std::remove_if(all.begin(), all.end(), [&](Other& o) {
-    return ops_counted_of(o.system_thread) != o.ops || rests(&o, now);
+    return ops_counted_of(o.sleeper.system_thread) != o.ops || rests(&o.sleeper, now, kLongNs);
   }));
   return !all.empty();
 }

@@ -3,9 +3,18 @@
 
 #include <Python.h>
 
+#include <cstdint>
 #include <string_view>
 
 namespace memmgr::pager {
+
+// A thread that may sleep, and what is known about it.
+struct Sleeper {
+  unsigned long system_thread;
+  uint64_t looked_ns = 0, ran_ns = 0;  // when it was last seen to run; the processor's time until then
+};
+// It has ended, or it has slept for so long with next to nothing done.
+bool rests(Sleeper* thread, uint64_t now, uint64_t long_ns);
 
 enum class Elsewhere {
   kWaits,      // every other thread waits for a thread or a peer

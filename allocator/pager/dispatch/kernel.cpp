@@ -168,7 +168,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     Call call(op, info, below, stack);
     const bool newborns_before = kept.there && others_have_newborns();  // a newborn that ends from now on frees room
     try {
-      if (depth.outermost() && !budget.forked) admitted.emplace(need, alone);
+      if (depth.outermost() && !budget.forked) admitted.emplace(need, alone, info->kind == OpClass::kForeign);
       call.run(frame, depth.outermost(), &kept);
       if (C10_UNLIKELY(moment != nullptr))
         moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak(), call.timer);
