@@ -10,6 +10,7 @@
 #include "base/link.cpp"
 #include "base/mapped_areas.cpp"
 #include "base/module_of_op.cpp"
+#include "base/refusal.cpp"
 #include "base/seen_threads.cpp"
 #include "base/tensors.cpp"
 #include "base/thread_state.cpp"

@@ -105,3 +105,30 @@ def test_an_op_under_other_switches_is_another_kind(name: str) -> None:
         finally:
             put(before)
     assert [b - a for a, b in itertools.pairwise(trials)] == [1, 0, 1, 0, 0]
+
+
+@pytest.mark.rule(7)
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
+def test_a_kernel_that_is_refused_memory_leaves_onednn_on() -> None:
+    """Torch's products on oneDNN take any exception for a failure of oneDNN, switch it off and compute by BLAS."""
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        try:
+            torch.empty(64 << 20)
+        except torch.OutOfMemoryError:
+            C._set_mkldnn_enabled(False)
+        return x + x
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("erfinv", product, "CPU")
+        x = torch.randn(100, 100)
+        assert C._get_mkldnn_enabled()
+        try:
+            with memmgr.budget("64MB", device="cpu", quiet=True):
+                for arguments in (x, torch.randn(300, 300)):
+                    with pytest.raises(torch.OutOfMemoryError):
+                        torch.erfinv(arguments)
+                    assert C._get_mkldnn_enabled()
+            assert C._get_mkldnn_enabled()
+        finally:
+            C._set_mkldnn_enabled(True)

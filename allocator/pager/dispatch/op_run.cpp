@@ -10,6 +10,7 @@
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/refusal.h"
 #include "base/seen_threads.h"
 #include "base/share.h"
 #include "base/thread_state.h"
@@ -28,7 +29,9 @@ namespace memmgr::pager {
 
 void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  OneDnnStaysOn onednn;
   op.redispatchBoxed(below, stack);
+  onednn.returned();
 }
 
 void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<c10::StorageImpl*, 4>* storages) {

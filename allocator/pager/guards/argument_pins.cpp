@@ -6,6 +6,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/errors.h"
+#include "base/refusal.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"

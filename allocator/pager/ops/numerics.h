@@ -1,6 +1,8 @@
 // The global switches that decide how an op computes (rule 7). A recipe keeps them as one interned id.
 #pragma once
 
+#include <cstdint>
+
 namespace memmgr::pager {
 
 int numerics_now();

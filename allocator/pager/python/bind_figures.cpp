@@ -9,6 +9,7 @@
 #include "base/deferred_drop.h"
 #include "base/errors.h"
 #include "base/kernel_slots.h"
+#include "base/refusal.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/check_graph.h"

@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "base/budget.h"
+#include "base/refusal.h"
 #include "base/thread_state.h"
 #include "ops/numerics.h"
 #include "ops/op_info.h"
@@ -108,10 +109,12 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
     }
   }
   lists.clear();
+  OneDnnStaysOn onednn;
   if (r.rng.defined())
     draw_again(r.info, r.kind->kernel, r.keys, r.rng, &stack);
   else
     r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
+  onednn.returned();
   std::vector<StoragePtr> outputs;
   if (r.info->writes) {
     outputs.push_back(std::move(written));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/refusal.h"
 #include "cells/cell.h"
 #include "pools/scratch.h"
 
@@ -30,23 +31,10 @@ void note_working_set(uint64_t pinned_bytes, Share at_once) {
   note_floor(bytes_that_stay() + at_once.of(pinned_bytes + scratch_peak()));
 }
 
-static thread_local uint64_t tl_refused_bytes = 0;
-static thread_local std::string tl_refused_text;
-std::string refusal() { return std::exchange(tl_refused_text, {}); }
-uint64_t refused_bytes() {
-  tl_refused_text.clear();
-  return std::exchange(tl_refused_bytes, 0);
-}
-void refuse_beside(uint64_t nbytes) { tl_refused_bytes += nbytes; }
 void note_refused() { note_floor(refused_bytes()); }
 uint64_t floor_bytes() { return floor_mark.load(); }
 std::atomic<uint64_t> most_resident{0};
 void reset_floor() { floor_mark = most_resident = 0; }
-
-void begin_refusal(uint64_t bytes, const std::string& text) {
-  tl_refused_bytes = bytes;
-  tl_refused_text = text;
-}
 
 FailedOp& failing_op() {
   static thread_local FailedOp failed;

@@ -38,16 +38,10 @@ void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
 }
 // Raises the floor to this thread's last refused request. Called when the refusal is an error, with no further try.
 void note_refused();
-void refuse_beside(uint64_t nbytes);  // this thread needs these bytes in addition to the refused request
-uint64_t refused_bytes();             // takes the bytes of a refused try, and forgets its text
-std::string refusal();  // takes the error's text; the code between may have turned the exception into another one
 uint64_t floor_bytes();
 void reset_floor();
 // The most bytes that were resident after an op, since reset_floor().
 extern std::atomic<uint64_t> most_resident;
-
-// Records that this thread's request is refused with this text. `bytes`: those that stay, and the request.
-void begin_refusal(uint64_t bytes, const std::string& text);
 
 // The op of this thread that found no room.
 struct FailedOp {

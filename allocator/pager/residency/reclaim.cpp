@@ -9,6 +9,7 @@
 #include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
+#include "base/refusal.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
 #include "cells/cell.h"
