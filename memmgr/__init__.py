@@ -67,7 +67,7 @@ def _install() -> None:
     torch = sys.modules["torch"]
     from . import _dispatch
     from ._exported import exported
-    from ._torches import unfit
+    from .config.torch_versions import unfit
 
     if not unfit(torch.__version__):
         _dispatch.include()

@@ -10,7 +10,7 @@ from typing import Any
 
 from memmgr.observe.states import flows
 
-from ._sizes import UNLIMITED, show_seconds, show_size
+from .config.sizes import UNLIMITED, show_seconds, show_size
 
 WORTH_SAYING = 0.03
 """A share of the time: a smaller loss is not worth more memory."""

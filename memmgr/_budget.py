@@ -20,13 +20,22 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
-from ._conf import check_folder, is_off, local_ranks
 from ._errors import RankError
-from ._placement import default_placement, parse_placement
-from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_host, parse_limit, parse_size, show_size
-from ._variables import refuse_unknown
+from .config.conf import check_folder, is_off, local_ranks
+from .config.placement import default_placement, parse_placement
+from .config.sizes import (
+    SMALL_BYTES,
+    UNLIMITED,
+    Need,
+    is_binary,
+    parse_budget,
+    parse_host,
+    parse_limit,
+    parse_size,
+    show_size,
+)
+from .config.variables import refuse_unknown
 from .native.build import NotBuiltError
-from .native.pager import SMALL_BYTES
 from .observe.summary import figures
 from .runtime.config import SILENT_SECONDS, Config, default_folder
 from .runtime.pager import PagerRuntime

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from . import _cache, _conf
+from memmgr.config import conf
+
+from . import _cache
 from .native.build import NotBuiltError, compile_library, include_folder, load_core, package_sources
 
 INSTALL_VARIABLE = "MEMMGR_INSTALL"
@@ -92,7 +94,7 @@ def _asked_for_torchs() -> bool:
     if os.environ.get(INSTALL_VARIABLE) == "0":
         return True
     try:
-        return bool(_conf.parse_conf(os.environ.get("MEMMGR_CONF", "")).get("allocator") == NATIVE)
+        return bool(conf.parse_conf(os.environ.get("MEMMGR_CONF", "")).get("allocator") == NATIVE)
     except ValueError:  # said where the budget opens
         return False
 

@@ -12,9 +12,9 @@ import psutil
 import torch
 
 from . import _cuda
-from ._conf import ALLOCATORS, local_ranks, no_device
-from ._machine import memory_bytes
-from ._sizes import UNLIMITED
+from .config.conf import ALLOCATORS, local_ranks, no_device
+from .config.machine import memory_bytes
+from .config.sizes import UNLIMITED
 
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
 # Page-locked memory is taken from the machine and no other process can use it: by default no more than a run of three

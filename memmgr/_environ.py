@@ -16,12 +16,12 @@ def autoload() -> None:
     try:
         package = sys.modules[__package__]
         if any(name.startswith("MEMMGR_") for name in os.environ):
-            from ._variables import refuse_unknown
+            from .config.variables import refuse_unknown
 
             refuse_unknown()
         if "MEMMGR_BUDGET" not in os.environ:
             if "MEMMGR_CONF" in os.environ:
-                from ._conf import check_conf
+                from .config.conf import check_conf
 
                 check_conf()
             if package._wanted:
@@ -29,7 +29,8 @@ def autoload() -> None:
             else:
                 # We were imported by torch, not by the script. Its own `import memmgr` shall run the package anew: that is
                 # when the allocator is put in place.
-                for name in (__package__, __name__):
+                # `config` becomes an attribute of that one. Its modules stay loaded.
+                for name in (__package__, f"{__package__}.config", __name__):
                     sys.modules.pop(name, None)
             return
         package._install()
@@ -38,7 +39,7 @@ def autoload() -> None:
         _autostart.autostart()
     except Exception as error:
         if "MEMMGR_BUDGET" in os.environ:
-            from ._conf import give_up
+            from .config.conf import give_up
 
             give_up(package._explained(error))
         else:  # a failed `import torch` would be our fault

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import OutOfMemoryError
 
-from ._sizes import round_up, show_size
+from .config.sizes import round_up, show_size
 
 STATES = ("parameters", "buffers", "gradients", "optimizer state")
 # Without a tier: the bytes of a step besides the model's states, over those of the first few ops of its forward.

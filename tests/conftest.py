@@ -145,7 +145,7 @@ def beyond() -> Callable[[str], int]:
     """(size) -> a budget of that much more than the bytes left behind by other tests."""
     from budget.there import bytes_already_there
 
-    from memmgr._sizes import parse_size
+    from memmgr.config.sizes import parse_size
 
     there = bytes_already_there()
     return lambda size: there + parse_size(size)

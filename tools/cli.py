@@ -107,13 +107,13 @@ def _run(verb: str, words: Sequence[str]) -> int:
     import tempfile
     from argparse import RawDescriptionHelpFormatter
 
-    from memmgr import _variables
+    from memmgr.config import variables
     from memmgr.tools.common.interrupts import ends_at_once
     from memmgr.tools.common.usage_error import Parser
 
     if verb not in ("run", "trace", "doctor"):
         os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
-    _variables.said = verb == "doctor"  # it lists misspelt ones among the rest
+    variables.said = verb == "doctor"  # it lists misspelt ones among the rest
     with ends_at_once(verb):  # some imports treat an interrupt as their own error
         module = import_module({name: path for name, path, _ in VERBS}[verb])
     parser = Parser(prog=f"memmgr {verb}", description=module.__doc__, formatter_class=RawDescriptionHelpFormatter)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from memmgr._budget import last
-from memmgr._sizes import UNLIMITED
+from memmgr.config.sizes import UNLIMITED
 from memmgr.observe.interval import Interval
 
 

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from memmgr._budget import stats
-from memmgr._sizes import UNLIMITED
+from memmgr.config.sizes import UNLIMITED
 from memmgr.observe.figures import FIGURES
 
 _FIGURES = {figure.name: figure for figure in FIGURES}

@@ -18,12 +18,9 @@ from typing import Any, Protocol, TypedDict, cast
 import torch
 
 from memmgr import _cache, _cuda
-from memmgr._torches import unfit
+from memmgr.config.torch_versions import unfit
 
 from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources, prebuilt
-
-SMALL_BYTES = 64 << 10
-"""Smaller storages are counted and never paged: one that comes and goes costs more than the room that it makes."""
 
 
 class Escape(enum.IntEnum):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr._sizes import show_size
+from memmgr.config.sizes import show_size
 
 STATES = ("parameters", "gradients", "optimizer_states")
 KINDS = (*STATES, "other")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memmgr._advice import fixed_memory, own_checkpointing
-from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 
 from . import states
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memmgr._placement import REMAP, Placement
-from memmgr._sizes import Need
-from memmgr.native.pager import SMALL_BYTES
+from memmgr.config.placement import REMAP, Placement
+from memmgr.config.sizes import SMALL_BYTES, Need
 from memmgr.policies import Policy
 
 SILENT_SECONDS = 12.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memmgr._sizes import show_size
+from memmgr.config.sizes import show_size
 from memmgr.native.pager import Pager, PeriodInfo, TimelineColumns
 
 from .timeline import TOUCH_MAKES, Noted

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from memmgr._sizes import Need, show_size
 from memmgr._stock import Inventory, missing_states
 from memmgr._threads import Raiser, Stopped
+from memmgr.config.sizes import Need, show_size
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee

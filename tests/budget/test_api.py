@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _conf, _variables
+from memmgr.config import conf, variables
 from memmgr.native import pager
 
 from .outside import watch
@@ -242,29 +242,29 @@ def test_a_misspelt_variable_ends_it_before_anything_is_trained(door: str, stric
 
 
 def test_a_variable_that_may_be_anothers_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memmgr._variables.said", False)
+    monkeypatch.setattr("memmgr.config.variables.said", False)
     monkeypatch.setenv("MEMMGR_OF_ANOTHER_TOOL", "1")
     with pytest.warns(
         UserWarning, match="MEMMGR_OF_ANOTHER_TOOL is not a variable of memmgr; those there are: MEMMGR_BUDGET"
     ):
-        _variables.refuse_unknown()
+        variables.refuse_unknown()
 
 
 def test_a_value_that_would_change_nothing_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("memmgr._variables.said", False)
+    monkeypatch.setattr("memmgr.config.variables.said", False)
     monkeypatch.setenv("MEMMGR_TELEMETRY", "off")
     monkeypatch.setenv("MEMMGR_CUDA_MEMORY", "")
     with pytest.raises(SystemExit):
-        _variables.refuse_unknown()
+        variables.refuse_unknown()
     assert "MEMMGR_TELEMETRY='off' is none of 0, 1 (" in capsys.readouterr().err
 
 
 def test_json_says_no_as_json_does() -> None:
-    assert _conf.parse_conf('{"disk": false}') == {"disk": False}
+    assert conf.parse_conf('{"disk": false}') == {"disk": False}
     with pytest.raises(ValueError, match="not JSON"):
-        _conf.parse_conf('{"disk": ' + "[" * 100_000)
+        conf.parse_conf('{"disk": ' + "[" * 100_000)
 
 
 TRAIN = "import torch, memmgr\nprint('begun')\nmemmgr.budget('1GB', quiet=True).__enter__()\ntorch.ones(4, requires_grad=True).exp().sum().backward()\nprint('trained')"

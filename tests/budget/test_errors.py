@@ -20,7 +20,7 @@ from torch import nn
 
 import memmgr
 from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
-from memmgr._sizes import show_size
+from memmgr.config.sizes import show_size
 from memmgr.native import pager
 from memmgr.observe import rehearsal
 

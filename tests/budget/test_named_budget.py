@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memmgr
-from memmgr._sizes import round_up, show_size
+from memmgr.config.sizes import round_up, show_size
 from memmgr.native import pager
 from memmgr.observe import rehearsal
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _machine
-from memmgr._sizes import (
+from memmgr.config import machine
+from memmgr.config.sizes import (
     UNLIMITED,
     Need,
     is_binary,
@@ -269,7 +269,7 @@ def test_bad_arguments_are_found_before_anything_opens(options: dict[str, Any], 
 
 def test_percent_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for group, whole in ((None, psutil.virtual_memory().total), (10**9, 10**9), (2**62, psutil.virtual_memory().total)):
-        monkeypatch.setattr(_machine, "group_bytes", lambda group=group: group)
+        monkeypatch.setattr(machine, "group_bytes", lambda group=group: group)
         with memmgr.budget("80%", device="cpu", quiet=True) as mm:
             assert mm.stats()["budget_bytes"] == int(whole * 0.8)
 
@@ -289,15 +289,15 @@ def test_percent_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_container_or_a_job_may_use(
     mine: str, limits: dict[str, str], least: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_machine, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(_machine, "_MINE", tmp_path / "mine")
-    assert _machine.group_bytes() is None, "there are no groups at all"
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "_MINE", tmp_path / "mine")
+    assert machine.group_bytes() is None, "there are no groups at all"
     (tmp_path / "mine").write_text(mine)
     for name, text in limits.items():
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text + "\n")
-    assert _machine.group_bytes() == least
-    assert _machine.memory_bytes() == min(least or 2**62, psutil.virtual_memory().total)
+    assert machine.group_bytes() == least
+    assert machine.memory_bytes() == min(least or 2**62, psutil.virtual_memory().total)
 
 
 def test_a_device_that_is_none() -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch._functorch import config as functorch
 
-from memmgr._machine import memory_bytes
+from memmgr.config.machine import memory_bytes
 from memmgr.tools import cli
 from memmgr.tools.bench import rows, turns, verb
 from memmgr.tools.bench.largest import Try, bisect
@@ -244,7 +244,7 @@ import child
 cell = child.load()
 cell.preload()
 assert "torch" in sys.modules
-print([name for name in sys.modules if name.startswith("memmgr.") and name[7:] not in ("_environ", "_variables")])
+print([n for n in sys.modules if n.startswith("memmgr.") and n[7:] not in ("_environ", "config", "config.variables")])
 """
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

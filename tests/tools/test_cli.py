@@ -148,7 +148,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("module", ["memmgr.tools.common.usage_error", "memmgr._variables"])
+@pytest.mark.parametrize("module", ["memmgr.tools.common.usage_error", "memmgr.config.variables"])
 def test_an_interrupt_while_the_command_is_imported_is_a_line(module: str) -> None:
     """Imports take most of the first 0.3 s of a verb."""
     words = [sys.executable, "-P", "-c", INTERRUPTED, module, "simulate", "--help"]

@@ -16,7 +16,8 @@ import forkserver
 import pytest
 import torch
 
-from memmgr import _cache, _torches
+from memmgr import _cache
+from memmgr.config import torch_versions
 from memmgr.native import build, pager
 from memmgr.tools.verbs import doctor
 
@@ -221,10 +222,10 @@ except RuntimeError as error:
 def test_the_releases_of_torch_are_those_that_pip_installs() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         (wanted,) = [one for one in tomllib.load(file)["project"]["dependencies"] if one.startswith("torch")]
-    (oldest, low), (newest, high) = _torches.OLDEST, _torches.NEWEST
+    (oldest, low), (newest, high) = torch_versions.OLDEST, torch_versions.NEWEST
     assert wanted == f"torch>={oldest}.{low},<{newest}.{high + 1}" and f'"{wanted}"' in (ROOT / "Makefile").read_text()
     assert (
-        _torches.unfit(torch.__version__) == ""
+        torch_versions.unfit(torch.__version__) == ""
         and f"torch {oldest}.{low} to {newest}.{high}" in (ROOT / "README.md").read_text()
     )
 

@@ -403,7 +403,7 @@ def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
     odd = tmp_path / "a, b:c"
     odd.mkdir()
     (tmp_path / "show.py").write_text(
-        "import torch; from memmgr import _conf; import os; print(_conf.parse_conf(os.environ['MEMMGR_CONF']))"
+        "import torch; from memmgr.config import conf; import os; print(conf.parse_conf(os.environ['MEMMGR_CONF']))"
     )
     done = memmgr(
         "run",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memmgr import _machine, _variables
+from memmgr.config import machine, variables
 from memmgr.tools import cli
 from memmgr.tools.bench import disk_speed
 from memmgr.tools.verbs import doctor
@@ -144,7 +144,7 @@ def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_container_smaller_than_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine, "group_bytes", lambda: 10**6)
+    monkeypatch.setattr(machine, "group_bytes", lambda: 10**6)
     assert "this process may use 1 MB" in _only(lambda: doctor._memory(1 << 20))["memory"].text
 
 
@@ -220,10 +220,10 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
 
     read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\(|VARIABLE = )"(MEMMGR_[A-Z_]+)""", done))
     assert "MEMMGR_CUDA_MEMORY" in read  # read through a name of ours
-    known = _variables.VARIABLES | _variables.OF_TESTS
+    known = variables.VARIABLES | variables.OF_TESTS
     assert read == known, read ^ known
     page = (root / "docs" / "tuning.md").read_text()
-    assert set(re.findall(r"^\| `(MEMMGR_[A-Z_]+)` \|", page, re.MULTILINE)) == _variables.VARIABLES
+    assert set(re.findall(r"^\| `(MEMMGR_[A-Z_]+)` \|", page, re.MULTILINE)) == variables.VARIABLES
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memmgr._machine import memory_bytes
-from memmgr._meant import meant
-from memmgr._sizes import UNLIMITED, parse_limit
+from memmgr.config.did_you_mean import meant
+from memmgr.config.machine import memory_bytes
+from memmgr.config.sizes import UNLIMITED, parse_limit
 from memmgr.tools.common.console import ProgressBar, table
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memmgr.native.pager import SMALL_BYTES
+from memmgr.config.sizes import SMALL_BYTES
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.tools.common.rates import Rates, Work
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from memmgr._meant import meant
+from memmgr.config.did_you_mean import meant
 
 
 class UsageError(Exception):

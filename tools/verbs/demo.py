@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memmgr._machine import memory_bytes
-from memmgr._sizes import show_size
+from memmgr.config.machine import memory_bytes
+from memmgr.config.sizes import show_size
 from memmgr.policies import parse_policy
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec, in_turns, measured, with_need
 from memmgr.tools.common.console import ProgressBar, megabytes, table

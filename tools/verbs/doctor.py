@@ -27,9 +27,9 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from memmgr import _variables
-from memmgr._sizes import show_size
-from memmgr._torches import unfit
+from memmgr.config import variables
+from memmgr.config.sizes import show_size
+from memmgr.config.torch_versions import unfit
 from memmgr.tools.bench.disk_speed import copy_speed, disk_speed
 from memmgr.tools.common.usage_error import UsageError
 
@@ -132,19 +132,19 @@ def _print(finding: Finding) -> None:
 
 def _budget() -> Iterator[Finding]:
     """The variables of a budget, before torch is imported and reads them."""
-    from memmgr import _conf
+    from memmgr.config import conf
     from memmgr.policies import parse_policy
 
     limit, text = os.environ.pop("MEMMGR_BUDGET", None), os.environ.pop("MEMMGR_CONF", "")
     try:
         if limit is not None:
-            _conf.check_limit(limit)
+            conf.check_limit(limit)
             yield Finding("MEMMGR_BUDGET", OK, limit)
-        parse_policy(_conf.parse_conf(text).get("policy", "auto"))
+        parse_policy(conf.parse_conf(text).get("policy", "auto"))
     except ValueError as error:
         name, colon, why = str(error).partition(": ")
         name, why = (name, why) if colon and name.startswith("MEMMGR_") else ("MEMMGR_CONF", str(error))
-        what = "scripts end at their import of torch" if _conf.is_strict(text) else "scripts run without a budget"
+        what = "scripts end at their import of torch" if conf.is_strict(text) else "scripts run without a budget"
         yield Finding(name, NO, f"{why}; {what}", "mend it, or unset it")
 
 
@@ -289,7 +289,7 @@ def _cuda_speed(target: object, source: object, size: int) -> float:
 def _memory(size: int) -> Iterator[Finding]:
     import psutil
 
-    from memmgr._machine import group_bytes
+    from memmgr.config.machine import group_bytes
 
     memory = psutil.virtual_memory()
     text = (
@@ -338,7 +338,7 @@ def _file_system(folder: str) -> str:
 
 
 def _environment() -> Iterator[Finding]:
-    for line in _variables.unknown():
+    for line in variables.unknown():
         yield Finding("variables", NO, line, "a training ends there; mend the name, or unset it")
     if os.environ.get("MEMMGR_TELEMETRY") == "0":
         yield Finding("telemetry", WEAKER, "MEMMGR_TELEMETRY=0: memmgr top sees nothing", "unset it")
@@ -396,7 +396,7 @@ print(plain == managed, need, stats["resident_bytes.peak"], stats["evictions"] +
 
 def _training(folder: str) -> Iterator[Finding]:
     # misspelt variables were reported
-    kept = (_variables.VARIABLES | _variables.OF_TESTS) - {"MEMMGR_BUDGET", "MEMMGR_CONF"}
+    kept = (variables.VARIABLES | variables.OF_TESTS) - {"MEMMGR_BUDGET", "MEMMGR_CONF"}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_") or key in kept}
     try:
         done = subprocess.run(

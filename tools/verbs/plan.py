@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memmgr._conf import is_off
-from memmgr._meant import meant
-from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_limit, show_seconds, show_size
+from memmgr.config.conf import is_off
+from memmgr.config.did_you_mean import meant
+from memmgr.config.sizes import UNLIMITED, Need, parse_budget, parse_limit, show_seconds, show_size
 from memmgr.tools.common.console import table
 from memmgr.tools.common.interrupts import ends_at_once
 from memmgr.tools.common.outputs import check_output

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from memmgr._conf import (
+from memmgr.config.conf import (
     DEVICES,
     Refused,
     check_folder,
@@ -46,9 +46,9 @@ from memmgr._conf import (
     pairs_of,
     parse_conf,
 )
-from memmgr._meant import meant
-from memmgr._sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
-from memmgr._variables import refuse_unknown
+from memmgr.config.did_you_mean import meant
+from memmgr.config.sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
+from memmgr.config.variables import refuse_unknown
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError

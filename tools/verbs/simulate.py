@@ -37,9 +37,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memmgr._meant import meant
-from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_share
 from memmgr._trace_file import read_trace
+from memmgr.config.did_you_mean import meant
+from memmgr.config.sizes import UNLIMITED, Need, parse_budget, parse_share
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
 from memmgr.policies.plan.knee import knee

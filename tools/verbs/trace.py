@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memmgr._conf import Refused, local_ranks
-from memmgr._sizes import show_size
+from memmgr.config.conf import Refused, local_ranks
+from memmgr.config.sizes import show_size
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as run_verb

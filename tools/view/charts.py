@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
 from memmgr.tools.view.run_state import LAYERS, RunState
 

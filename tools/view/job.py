@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from memmgr._sizes import UNLIMITED, show_seconds
+from memmgr.config.sizes import UNLIMITED, show_seconds
 from memmgr.observe.summary import slowdown
 from memmgr.tools.view.run_state import RunState, clean
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memmgr._sizes import UNLIMITED
+from memmgr.config.sizes import UNLIMITED
 from memmgr.observe.states import KINDS
 from memmgr.policies.trace import Trace
 from memmgr.tools.view import period

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from memmgr._sizes import show_seconds, show_size
+from memmgr.config.sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
 from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks
 

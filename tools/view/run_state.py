@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr._stream import PROTOCOL
+from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 from memmgr.observe.states import KINDS, Flows, flows
 from memmgr.tools.common.usage_error import UsageError
 

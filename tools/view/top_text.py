@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr._sizes import UNLIMITED, show_seconds
+from memmgr.config.sizes import UNLIMITED, show_seconds
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
 from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of
 

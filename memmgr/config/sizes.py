@@ -11,6 +11,9 @@ from dataclasses import dataclass
 UNLIMITED = 2**64 - 1
 """A budget that is none, in bytes: as the core has it (`MM_UNLIMITED`)."""
 
+SMALL_BYTES = 64 << 10
+"""Smaller storages are counted and never paged: evicting and restoring one costs more than the room that it makes."""
+
 _UNITS: dict[str, int] = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power

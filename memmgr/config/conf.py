@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ._meant import meant
-from ._sizes import parse_budget
+from .did_you_mean import meant
+from .sizes import parse_budget
 
 KEYS = (
     "policy",

@@ -45,7 +45,7 @@ def unknown() -> dict[str, bool]:
 
 
 def _near(name: str) -> str:
-    from ._meant import meant  # which loads more than a start needs
+    from .did_you_mean import meant  # which loads more than a start needs
 
     return meant(name, VARIABLES, 0.8).replace("'", "").removeprefix(";")
 
@@ -61,7 +61,7 @@ def refuse_unknown() -> None:
     said = True
     if not found:
         return
-    from ._conf import refuse_or_warn
+    from .conf import refuse_or_warn
 
     misspelt = [line for line, near in found.items() if near]
     if misspelt:
