@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._budget import budget, stats
-    from ._errors import BudgetError, RankError, RecomputeError
     from ._managed import ManagedTensor, manage
     from ._pin import pin
+    from .common.errors import BudgetError, RankError, RecomputeError
 
 __version__ = "0.1.0"
 
@@ -30,9 +30,9 @@ __all__ = [
 _HOMES = {
     "budget": "_budget",
     "stats": "_budget",
-    "BudgetError": "_errors",
-    "RankError": "_errors",
-    "RecomputeError": "_errors",
+    "BudgetError": "common.errors",
+    "RankError": "common.errors",
+    "RecomputeError": "common.errors",
     "ManagedTensor": "_managed",
     "manage": "_managed",
     "pin": "_pin",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ._budget import budget, current
-from ._errors import BudgetError
+from .common.errors import BudgetError
 from .config.conf import check_limit, give_up, is_strict, parse_conf
 
 _PROFILED = "a profiler runs in this thread: open the budget in the script, with memmgr.budget(...)"

@@ -20,7 +20,7 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
-from ._errors import RankError
+from .common.errors import RankError
 from .config.conf import check_folder, is_off, local_ranks
 from .config.placement import default_placement, parse_placement
 from .config.sizes import (

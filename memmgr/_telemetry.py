@@ -24,7 +24,7 @@ from . import _modules as modules_
 from . import _stream
 from ._consumers import Consumer, Log, Reader, dumps, log_path
 from ._modules import Modules
-from ._threads import join
+from .common.threads import join
 from .observe.ranks import where_in_job
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}

@@ -57,7 +57,7 @@ def public(package: str) -> Iterator[tuple[str, Definition]]:
     homes = ast.literal_eval(value_of(module, "_HOMES"))
     for name in ast.literal_eval(value_of(module, "__all__")):
         if name in homes:
-            body = parsed(f"{package}/{homes[name]}.py").body
+            body = parsed(f"{package}/{homes[name].replace('.', '/')}.py").body
             yield name, next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
 
 

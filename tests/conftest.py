@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memmgr import _threads
+from memmgr.common import threads
 from memmgr.native import build, pager
 
 
@@ -68,7 +68,7 @@ def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nobody_trains_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests wait for plans, and other workers' runs are no training that should go first."""
-    monkeypatch.setattr(_threads, "_BEHIND", 0)
+    monkeypatch.setattr(threads, "_BEHIND", 0)
 
 
 @pytest.fixture(autouse=True)

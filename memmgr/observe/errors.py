@@ -14,7 +14,6 @@ from memmgr._device import out_of_memory_words
 from memmgr._errors import (
     SPENT,
     Ahead,
-    BudgetError,
     Exports,
     FailedOp,
     Holdings,
@@ -25,6 +24,7 @@ from memmgr._errors import (
     torchs_own_words,
 )
 from memmgr._stock import Census, Inventory, holders, missing_states, states_below, step_bytes, update_bytes
+from memmgr.common.errors import BudgetError
 from memmgr.native.pager import Escape
 from memmgr.readers.patches import Patches
 

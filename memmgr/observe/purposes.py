@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memmgr._stock import model_states, size_of
-from memmgr._threads import Rationed
+from memmgr.common.threads import Rationed
 
 from .states import STATES
 

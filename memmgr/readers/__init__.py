@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from memmgr import _dispatch
-from memmgr._errors import BudgetError
+from memmgr.common.errors import BudgetError
 from memmgr.native.pager import Pager
 
 from .captures import Captures

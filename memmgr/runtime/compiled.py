@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
-from memmgr._errors import BudgetError
+from memmgr.common.errors import BudgetError
 from memmgr.readers.patches import Patches
 
 

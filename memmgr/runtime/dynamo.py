@@ -46,7 +46,8 @@ def in_compiled_function() -> bool:
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:
     """The code objects of its functions, of its classes' methods, and of functions defined in these."""
     for value in list(vars(module).values()):
-        if getattr(value, "__module__", None) == module.__name__:
+        # the package's name: of the errors, which tracebacks show by their public names
+        if getattr(value, "__module__", None) in (module.__name__, "memmgr"):
             for member in list(vars(value).values()) if isinstance(value, type) else [value]:
                 yield from _codes_of(member)
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memmgr._errors import BudgetError, RankError, rank_error
-from memmgr._threads import join
+from memmgr._errors import rank_error
+from memmgr.common.errors import BudgetError, RankError
+from memmgr.common.threads import join
 from memmgr.native.pager import Pager
 from memmgr.readers.patches import Patches
 

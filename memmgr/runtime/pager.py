@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from memmgr._device import DRIVER_VARIABLE, host_bytes
-from memmgr._errors import RecomputeError
 from memmgr._stock import Stock, live_tensors, saved_without_hooks
 from memmgr._telemetry import Telemetry
-from memmgr._threads import Rationed
+from memmgr.common.errors import RecomputeError
+from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
 from memmgr.native import pager as native
 from memmgr.native.pager import Order, Pager

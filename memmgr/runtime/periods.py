@@ -11,8 +11,8 @@ from pathlib import Path
 from memmgr import _own_file
 from memmgr._consumers import log_path
 from memmgr._telemetry import Telemetry
-from memmgr._threads import join
 from memmgr._trace_file import write_trace
+from memmgr.common.threads import join
 from memmgr.native.pager import Pager
 from memmgr.observe.ranks import where_in_job
 from memmgr.policies.trace import Trace, TraceError

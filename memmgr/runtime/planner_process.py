@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 import memmgr.policies
-from memmgr import _threads
-from memmgr._threads import Computation, Raiser, Stopped, let_others_first
+from memmgr.common import threads
+from memmgr.common.threads import Computation, Raiser, Stopped, let_others_first
 
 from . import planner_child
 from .planner_child import Reply, Start, framed, unframed
@@ -143,7 +143,7 @@ class _Child:
             kept.pop_all()
         self.ready = False
         self.killed = False  # by us: that is no crash
-        start = Start(_path(), str(Path(__file__).parent.parent), memmgr.policies.__path__[0], _threads._BEHIND)
+        start = Start(_path(), str(Path(__file__).parent.parent), memmgr.policies.__path__[0], threads._BEHIND)
         self._socket.settimeout(START_SECONDS)
         with contextlib.suppress(OSError):  # the caller finds out that it has ended
             self.send(pickle.dumps(tuple(start)))

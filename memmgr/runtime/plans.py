@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memmgr._threads import Stopped, join
+from memmgr.common.threads import Stopped, join
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies import Policy
 from memmgr.policies.plan.knee import Knee

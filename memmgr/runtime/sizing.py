@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from memmgr._stock import Inventory, missing_states
-from memmgr._threads import Raiser, Stopped
+from memmgr.common.threads import Raiser, Stopped
 from memmgr.config.sizes import Need, show_size
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass

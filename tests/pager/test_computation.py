@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from memmgr import _threads
+from memmgr.common import threads
 from memmgr.native import pager
 
 pytestmark = pytest.mark.timeout(60)  # a computation that does not end waits for ever
@@ -33,7 +33,7 @@ def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: Non
     """Whenever it is told, also in its last moments: the exception comes before `run` is left, or never."""
     outcomes: set[str] = set()
     for k in range(400):
-        computation = _threads.Computation(pager.load(), __name__)
+        computation = threads.Computation(pager.load(), __name__)
 
         def compute(turns: int = k * 20) -> int:
             for _ in range(turns):
@@ -42,11 +42,11 @@ def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: Non
                 raise ValueError
             return turns
 
-        def run(computation: _threads.Computation = computation, compute: Callable[[], int] = compute) -> None:
+        def run(computation: threads.Computation = computation, compute: Callable[[], int] = compute) -> None:
             try:
                 computation.run(compute)
                 said = "done"
-            except _threads.Stopped:
+            except threads.Stopped:
                 said = "stopped"
             except ValueError:
                 said = "failed"
@@ -64,7 +64,7 @@ def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch
     """Python throws the exception away there, and the thread that closed the budget waited for ever."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    computation = _threads.Computation(pager.load(), __name__)
+    computation = threads.Computation(pager.load(), __name__)
     inside = threading.Event()
     outcomes: list[str] = []
 
@@ -77,7 +77,7 @@ def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch
     def run() -> None:
         try:
             computation.run(lambda: Slow() and None)
-        except _threads.Stopped:
+        except threads.Stopped:
             outcomes.append("stopped")
 
     thread = threading.Thread(target=run, daemon=True)
@@ -88,7 +88,7 @@ def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch
 
 
 def begun(
-    computation: _threads.Computation, compute: Callable[[], None]
+    computation: threads.Computation, compute: Callable[[], None]
 ) -> tuple[threading.Thread, list[type[BaseException]]]:
     """Its thread, and the exception that ended it."""
     told: list[type[BaseException]] = []
@@ -96,7 +96,7 @@ def begun(
     def run() -> None:
         try:
             computation.run(compute)
-        except _threads.Stopped as stopped:
+        except threads.Stopped as stopped:
             told.append(type(stopped))
 
     thread = threading.Thread(target=run)
@@ -132,11 +132,11 @@ def test_finalizers_of_others_are_not_cut_short(quick_switches: None) -> None:
                 pass
 
     for _ in range(100):
-        computation = _threads.Computation(pager.load(), __name__)
+        computation = threads.Computation(pager.load(), __name__)
         thread, told = begun(computation, compute)
         time.sleep(0.002)
         computation.end(thread)
-        assert told == [_threads.Stopped]
+        assert told == [threads.Stopped]
     holder = user["Holder"]
     gc.collect()
     assert holder.begun == holder.ended > 100
@@ -161,12 +161,12 @@ def test_nor_is_the_rest_of_a_collection(quick_switches: None) -> None:
             pass
 
     gc.collect()
-    computation = _threads.Computation(pager.load(), __name__)
+    computation = threads.Computation(pager.load(), __name__)
     thread, told = begun(computation, compute)
     assert asleep.wait(10)
     time.sleep(0.02)
     computation.end(thread)
-    assert told == [_threads.Stopped]
+    assert told == [threads.Stopped]
     gc.collect()
     assert holder.begun == holder.ended > 0
 
@@ -174,7 +174,7 @@ def test_nor_is_the_rest_of_a_collection(quick_switches: None) -> None:
 def test_none_is_begun_while_the_exception_is_on_its_way(quick_switches: None) -> None:
     """Python 3.13 raises it a turn later, after a collection that is due. The program's thresholds are back afterwards, also in a fork."""
     before, meanwhile, child = gc.get_threshold(), [], []
-    computation = _threads.Computation(pager.load(), __name__)
+    computation = threads.Computation(pager.load(), __name__)
     begun = threading.Event()
 
     def forks() -> None:
@@ -195,7 +195,7 @@ def test_none_is_begun_while_the_exception_is_on_its_way(quick_switches: None) -
 
         try:
             computation.run(compute)
-        except _threads.Stopped:
+        except threads.Stopped:
             meanwhile.append(gc.get_threshold())
             forks()
 

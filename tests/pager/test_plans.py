@@ -17,7 +17,8 @@ from budget import models
 from torch import nn
 
 import memmgr
-from memmgr import _budget, _threads
+from memmgr import _budget
+from memmgr.common import threads
 from memmgr.native import pager
 from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
@@ -395,7 +396,7 @@ def test_who_plans_goes_behind_who_trains(monkeypatch: pytest.MonkeyPatch) -> No
     def makes(*_: Any) -> None:
         nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    monkeypatch.setattr(_threads, "_BEHIND", 10)
+    monkeypatch.setattr(threads, "_BEHIND", 10)
     monkeypatch.setattr(planning, "PLANNERS", {"plan": makes})
     monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
     _, figures, _ = under(States, 0.5)

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from memmgr import _threads
-from memmgr._threads import Stopped
+from memmgr.common import threads
+from memmgr.common.threads import Stopped
 from memmgr.native import pager
 from memmgr.runtime import planner_process, planning
 from memmgr.runtime.planner_process import Failed, InProcess, PlannerProcess
@@ -80,7 +80,7 @@ def is_gone(pid: int, seconds: float = 10.0) -> bool:
 def test_it_has_no_torch_and_nothing_else_of_the_training(
     monkeypatch: pytest.MonkeyPatch, process: PlannerProcess
 ) -> None:
-    monkeypatch.setattr(_threads, "_BEHIND", 10)
+    monkeypatch.setattr(threads, "_BEHIND", 10)
     monkeypatch.setenv("MEMMGR_BUDGET", "1GB")
     held, other = os.pipe()
     os.set_inheritable(held, True)
@@ -233,7 +233,7 @@ def test_a_forked_child_leaves_it_alone(process: PlannerProcess) -> None:
 
 PROGRAM = """
 import os, sys, threading, time
-from memmgr._threads import Stopped
+from memmgr.common.threads import Stopped
 from memmgr.native import pager
 from memmgr.runtime import planner_process
 from plan import endless
