@@ -193,7 +193,7 @@ gpu-bundle: ## carry/: everything that gpu-check would compile (GPU_BUNDLE_PYTHO
 	rm -rf carry && mkdir -p carry/site
 	$(GPU_BUNDLE_PYTHON) $(INSTALL_HERE) --target carry/site .
 	PYTHONPATH=$(CURDIR)/carry/site MEMMGR_CACHE=$(CURDIR)/carry/site/cache MEMMGR_INSTALL=0 $(GPU_BUNDLE_PYTHON) -P -c \
-	  'from memmgr.native import pager; pager.load(); from memmgr import _cuda; _cuda.build()'
+	  'from memmgr.native import binding, cuda; binding.load(); cuda.build()'
 	g++ $(DRIVER_CALLS) -o carry/driver_calls
 	find carry -name __pycache__ -prune -exec rm -rf {} +
 	@test "$$(du -sm carry | cut -f1)" -le 50 || { echo "carry/ passes 50 MiB" >&2; exit 1; }

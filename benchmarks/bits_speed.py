@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 SIZES = (1 << 16, 1 << 20, 6 << 20)
 
@@ -30,7 +30,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 def rounds_of(n: int, rounds: int) -> tuple[float, float, float, float]:
     """Seconds to draw, to take away, to bring back, and to find out that noise is no mask, for n numbers."""
-    native = pager.load()
+    native = binding.load()
     rows: list[tuple[float, float, float, float]] = []
     for _ in range(rounds):
         mask = torch.empty(n)

@@ -63,20 +63,20 @@ def _explained(error: Exception) -> Exception:
 
 
 def _install() -> None:
-    """The pager's dispatch key, and CUDA's allocator where there is CUDA (see `_dispatch`, `_cuda`). torch is there."""
+    """Enables the dispatch key (`native.dispatch`), and CUDA's allocator where there is CUDA (`native.cuda`). torch is there."""
     torch = sys.modules["torch"]
-    from . import _dispatch
     from ._exported import exported
     from .config.torch_versions import unfit
+    from .native import dispatch
 
     if not unfit(torch.__version__):
-        _dispatch.include()
+        dispatch.include()
         exported.begin()
     if torch.version.cuda is None or not torch.backends.cuda.is_built():
         return
-    from . import _cuda
+    from .native import cuda
 
-    _cuda.install()
+    cuda.install()
 
 
 def _torch_is_loading() -> bool:

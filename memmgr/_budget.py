@@ -17,9 +17,9 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import torch
 
+from memmgr.native import device as devices
 from memmgr.policies import Policy, parse_policy
 
-from . import _device
 from .common.errors import RankError
 from .config.conf import check_folder, is_off, local_ranks
 from .config.placement import default_placement, parse_placement
@@ -202,11 +202,11 @@ class budget:
         _placement: str | None = None,
         _plan: bool = True,
     ) -> None:
-        self._device = _device.resolve(device, allocator)
+        self._device = devices.resolve(device, allocator)
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
-        asked = parse_budget(limit, whole=_device.machine_bytes() if cpu else 1 << 60)
+        asked = parse_budget(limit, whole=devices.machine_bytes() if cpu else 1 << 60)
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%") and not isinstance(asked, Need):
             self._share, asked = limit, UNLIMITED
         # For an accelerator the file is a second tier, which the user has to ask for.
@@ -266,12 +266,12 @@ class budget:
 
     def _settled(self) -> Config:
         """The configuration once the device may be asked."""
-        device = _device.settle(self._device)
+        device = devices.settle(self._device)
         if self._config.need is not None:
-            return dataclasses.replace(self._config, device=device, limit_bytes=_device.room_bytes(device))
+            return dataclasses.replace(self._config, device=device, limit_bytes=devices.room_bytes(device))
         if self._share is None:
             return dataclasses.replace(self._config, device=device)
-        limit = parse_size(self._share, whole=_device.total_bytes(device))
+        limit = parse_size(self._share, whole=devices.total_bytes(device))
         return dataclasses.replace(self._config, device=device, limit_bytes=limit)
 
     def __exit__(
@@ -380,7 +380,7 @@ class budget:
 
 def _warn_if_nothing_will_leave(config: Config) -> None:
     cpu = config.device.type == "cpu"
-    there = _device.machine_bytes() if cpu else _device.total_bytes(config.device)
+    there = devices.machine_bytes() if cpu else devices.total_bytes(config.device)
     if there is not None and there < config.limit_bytes < UNLIMITED:
         whose = "this machine" if cpu else str(config.device)
         warnings.warn(

@@ -18,8 +18,8 @@ from pathlib import Path
 
 LOAD = """
 import sys, torch
-from memmgr.native import pager
-pager.load()
+from memmgr.native import binding
+binding.load()
 print(f"{torch.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}")
 """
 

@@ -14,11 +14,11 @@ from driver import build
 from memdev.build import library
 from pager.extension import library as extension
 
+from memmgr.native import binding
 from memmgr.native import build as native
-from memmgr.native import pager
 
 with contextlib.suppress(native.NotBuiltError):
-    pager.load()
+    binding.load()
 if build.compiler() is not None:
     build.fake_driver()
     build.core_with_mutations()

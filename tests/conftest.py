@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memmgr.common import threads
-from memmgr.native import build, pager
+from memmgr.native import binding, build
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         with contextlib.suppress(build.NotBuiltError):
-            pager.load()
+            binding.load()
 
 
 _FAST = (

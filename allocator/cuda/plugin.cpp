@@ -1,8 +1,8 @@
 // CUDA's allocator in torch: every block of every device comes from memmgr's arenas, unlimited until a budget opens,
 // and every query of torch.cuda about its memory is answered.
 //
-// Compiled on the user's machine for the torch that is installed there (memmgr/_cuda.py). One translation unit; links
-// c10 and c10_cuda; no Python. The devices' memory is the core's (memmgr/device.h); the pager decides about an
+// Compiled on the user's machine for the torch that is installed there (memmgr/native/cuda.py). One translation unit;
+// links c10 and c10_cuda; no Python. The devices' memory is the core's (memmgr/device.h); the pager decides about an
 // allocation under a budget (memmgr/plugin.h). Long: one subclass with an answer for each of torch's virtual functions.
 #include "memmgr/plugin.h"
 

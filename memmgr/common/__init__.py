@@ -1,1 +1,1 @@
-"""What all folders use: the errors, and how memmgr's own threads end."""
+"""The common ground of all folders: the errors, and how memmgr's own threads end."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from memmgr import _cache
+from . import cache
 
 
 class NotBuiltError(RuntimeError):
@@ -92,9 +92,9 @@ def compile_library(source: Path, target: Path, include: list[Path], libraries: 
         scratch = tempfile.TemporaryDirectory(dir=target.parent)
     except OSError as error:
         raise NotBuiltError(
-            f"{error.filename} cannot be written ({error.strerror}): name a folder with {_cache.VARIABLE}"
+            f"{error.filename} cannot be written ({error.strerror}): name a folder with {cache.VARIABLE}"
         ) from None
-    with scratch as folder, _cache.said(f"the {what} for torch {torch.__version__}", target.parent.parent):
+    with scratch as folder, cache.said(f"the {what} for torch {torch.__version__}", target.parent.parent):
         out = Path(folder) / target.name
         command = [
             *compiler.split(),

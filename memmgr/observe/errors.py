@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from memmgr._advice import fixed_memory
-from memmgr._device import out_of_memory_words
 from memmgr._errors import (
     SPENT,
     Ahead,
@@ -25,7 +24,8 @@ from memmgr._errors import (
 )
 from memmgr._stock import Census, Inventory, holders, missing_states, states_below, step_bytes, update_bytes
 from memmgr.common.errors import BudgetError
-from memmgr.native.pager import Escape
+from memmgr.native.binding import Escape
+from memmgr.native.device import out_of_memory_words
 from memmgr.readers.patches import Patches
 
 from .loops import Loop, loop_around

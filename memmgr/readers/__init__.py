@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from memmgr import _dispatch
 from memmgr.common.errors import BudgetError
-from memmgr.native.pager import Pager
+from memmgr.native import dispatch
+from memmgr.native.binding import Pager
 
 from .captures import Captures
 from .distributed import Reducers
@@ -55,7 +55,7 @@ class Readers:
             found: functions of `libraries()`.
         """
         self._open = True
-        _dispatch.prepare()
+        dispatch.prepare()
         self._raw.install()
         self._reducers.install()
         self._extensions.install(found)

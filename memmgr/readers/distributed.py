@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memmgr.native.pager import Escape, Pager, Pin
+from memmgr.native.binding import Escape, Pager, Pin
 
 from .patches import Patches
 from .raw import storages

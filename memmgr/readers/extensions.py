@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memmgr.native.pager import Pager
+from memmgr.native.binding import Pager
 
 from .patches import Patches
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memmgr.native.pager import Pager
+from memmgr.native.binding import Pager
 
 _NUMBERS = frozenset(("int64_t", "long", "float", "double"))
 # How a kernel takes its arguments (`CppPythonBindingsCodeCache.suffix_template`). A release that has another way is not

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memmgr.native.pager import Addressed, Pager
+from memmgr.native.binding import Addressed, Pager
 
 from .patches import Patches
 

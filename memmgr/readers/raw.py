@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from memmgr._exported import exported
-from memmgr.native.pager import Addressed, Escape, Pager
+from memmgr.native.binding import Addressed, Escape, Pager
 
 from .inductor import PagedGraphs
 from .names import addressed_of, only_compares, pointers

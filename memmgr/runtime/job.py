@@ -24,7 +24,7 @@ import torch.distributed as dist
 from memmgr._errors import rank_error
 from memmgr.common.errors import BudgetError, RankError
 from memmgr.common.threads import join
-from memmgr.native.pager import Pager
+from memmgr.native.binding import Pager
 from memmgr.readers.patches import Patches
 
 from .member import LOOK_SECONDS, Figures, Member, Silence

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memmgr.config.sizes import show_size
-from memmgr.native.pager import Pager, PeriodInfo, TimelineColumns
+from memmgr.native.binding import Pager, PeriodInfo, TimelineColumns
 
 from .timeline import TOUCH_MAKES, Noted
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._stock import Stock, live_tensors, saved_without_hooks
 from memmgr._telemetry import Telemetry
 from memmgr.common.errors import RecomputeError
 from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
-from memmgr.native import pager as native
-from memmgr.native.pager import Order, Pager
+from memmgr.native import binding as native
+from memmgr.native.binding import Order, Pager
+from memmgr.native.device import DRIVER_VARIABLE, host_bytes
 from memmgr.observe.errors import Explainer
 from memmgr.observe.pager import PagerFigures
 from memmgr.observe.passes import Pass, Passes

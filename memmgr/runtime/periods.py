@@ -13,7 +13,7 @@ from memmgr._consumers import log_path
 from memmgr._telemetry import Telemetry
 from memmgr._trace_file import write_trace
 from memmgr.common.threads import join
-from memmgr.native.pager import Pager
+from memmgr.native.binding import Pager
 from memmgr.observe.ranks import where_in_job
 from memmgr.policies.trace import Trace, TraceError
 

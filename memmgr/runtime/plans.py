@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from memmgr.common.threads import Stopped, join
-from memmgr.native.pager import Pager, PeriodInfo
+from memmgr.native.binding import Pager, PeriodInfo
 from memmgr.policies import Policy
 from memmgr.policies.plan.knee import Knee
 from memmgr.policies.trace import TierLink

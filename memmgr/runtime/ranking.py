@@ -11,7 +11,7 @@ import threading
 import numpy as np
 
 from memmgr.common.threads import join
-from memmgr.native.pager import Order, Pager
+from memmgr.native.binding import Order, Pager
 from memmgr.policies import NO_LINK, Action, Candidates, Link, Policy, rank
 from memmgr.policies.rules.directors import DIRECTORS
 from memmgr.policies.rules.filters import FILTERS

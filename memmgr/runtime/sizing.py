@@ -17,7 +17,7 @@ import torch
 from memmgr._stock import Inventory, missing_states
 from memmgr.common.threads import Raiser, Stopped
 from memmgr.config.sizes import Need, show_size
-from memmgr.native.pager import PeriodInfo
+from memmgr.native.binding import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
-from memmgr.native.pager import Pager
+from memmgr.native.binding import Pager
 from memmgr.readers.captures import is_capturing
 from memmgr.readers.patches import Patches
 

@@ -29,7 +29,7 @@ from memmgr.policies.trace.plan import carried
 from memmgr.policies.trace.schedule import Do, Step
 
 if TYPE_CHECKING:  # it imports torch, which the planner's process does without
-    from memmgr.native.pager import TimelineColumns
+    from memmgr.native.binding import TimelineColumns
 
 BETWEEN = "(between ops)"
 COMES = "(not by an op)"

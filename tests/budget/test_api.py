@@ -16,7 +16,7 @@ import torch
 
 import memmgr
 from memmgr.config import conf, variables
-from memmgr.native import pager
+from memmgr.native import binding
 
 from .outside import watch
 
@@ -399,7 +399,7 @@ def test_garbage_does_not_count_and_a_whole_collection_is_rare() -> None:
 
 def test_a_budget_that_is_opened_again_looks_once_through_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some processes have half a million objects. Where the model is new to it, it looks again at its end."""
-    native = pager.load()
+    native = binding.load()
     looks: list[tuple[type, ...]] = []
     objects_of = native.objects_of
     monkeypatch.setattr(native, "objects_of", lambda types, *more: looks.append(types) or objects_of(types, *more))

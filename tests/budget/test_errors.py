@@ -21,7 +21,7 @@ from torch import nn
 import memmgr
 from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
 from memmgr.config.sizes import show_size
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.observe import rehearsal
 
 from .in_backward import in_backward
@@ -194,7 +194,7 @@ def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
     """The optimizer ran out of memory in the middle of making them; the error says how much all of them will take."""
     from memmgr._stock import missing_states
 
-    native = pager.load()
+    native = binding.load()
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     first, second, *_ = parameters = list(model.parameters())
     for p in parameters:
@@ -574,8 +574,8 @@ def test_a_functions_forward_is_known_where_apply_is_c(monkeypatch: pytest.Monke
 
 FEW_ADDRESSES = """
 import os, resource, torch, memmgr
-from memmgr.native import pager
-pager.load()
+from memmgr.native import binding
+binding.load()
 taken = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
 resource.setrlimit(resource.RLIMIT_AS, (taken + (600 << 20),) * 2)
 try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 from .models import MODELS
 from .there import bytes_already_there
@@ -161,7 +161,7 @@ def test_a_tenth_over_the_floor_works_whatever_is_dropped(seed: int) -> None:
     seems = random.Random(seed)
 
     def link_changes(*_: object) -> None:
-        pager.load().set_link(seems.choice((1e-3, 1e-15)))  # s a byte
+        binding.load().set_link(seems.choice((1e-3, 1e-15)))  # s a byte
 
     limit = int(1.10 * managed("gpt", None)["floor_bytes"])
     there = bytes_already_there()
@@ -348,6 +348,6 @@ def test_near_the_floor_a_full_disk_tier_is_no_reason_to_make_an_input_again_and
     floor = free.stats()["floor_bytes"] - there
     limit = bytes_already_there() + int(1.5 * floor)
     with memmgr.budget(limit, disk=(tmp_path, "300kB"), quiet=True, _plan=False) as tight:
-        pager.load().set_link(1.0)  # seconds a byte: each cell that can be dropped is
+        binding.load().set_link(1.0)  # seconds a byte: each cell that can be dropped is
         assert dropouts() == want
     assert tight.stats()["tier_errors"] > 0, "the tier was not full"

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memmgr
 from memmgr.config.sizes import round_up, show_size
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.observe import rehearsal
 
 from . import models
@@ -622,7 +622,7 @@ def test_list_of_what_a_module_returns_is_named_with_room_to_put_it_together() -
 def test_program_that_tries_smaller_batches_pays_for_no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program reads no text, so an error costs one walk over the objects of the process."""
     walks: list[int] = []
-    native = pager.load()
+    native = binding.load()
     walk = native.objects_of
     monkeypatch.setattr(native, "objects_of", lambda *words: (walks.append(1), walk(*words))[1])
     monkeypatch.setattr(rehearsal, "_run", lambda *_: pytest.fail("a rehearsal"))

@@ -17,7 +17,7 @@ import torch
 from pager.planned import settled
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.readers import inductor
 
 from .programs import Training, bits
@@ -167,7 +167,7 @@ def doubling() -> Callable[[torch.Tensor], Any]:
 def test_a_launch_that_writes_begins_a_version(doubling: Callable[[torch.Tensor], Any]) -> None:
     """An evicted result of an op is made of the bytes that its input had before the launch."""
     with memmgr.budget("100MB", quiet=True):
-        native = pager.load()
+        native = binding.load()
         x = torch.randn(5000)
         kept = x.clone()
         x.add_(0)  # an op makes a cell of it
@@ -183,7 +183,7 @@ def test_a_launch_that_writes_begins_a_version(doubling: Callable[[torch.Tensor]
 def test_a_result_of_a_launch_is_never_run_again(doubling: Callable[[torch.Tensor], Any]) -> None:
     with memmgr.budget("100MB", policy="evict", disk=False, quiet=True):
         _, more = doubling(torch.ones(5000))
-        native = pager.load()
+        native = binding.load()
         assert not native.describe(more)["recipe"] and native.take_away(more, 0) == 0
 
 
@@ -192,7 +192,7 @@ def test_a_tensor_that_a_launch_reads_stays_clean() -> None:
     x = torch.randn(5000)
     want = compiled(x)
     with memmgr.budget("100MB", policy="offload", quiet=True):
-        native = pager.load()
+        native = binding.load()
         x.add_(0)
         assert native.take_away(x, 1) > 0
         assert torch.equal(compiled(x), want)
@@ -219,7 +219,7 @@ def test_an_error_of_a_kernel_is_the_programs(doubling: Callable[[torch.Tensor],
         doubling(x)
         with pytest.raises(RuntimeError, match="non-tensor input"):
             kernel(x, *[3] * (len(inductor.kernels_in(Path(modules[-1].__file__).read_text()).popitem()[1]) - 1))
-        assert pager.load().describe(x)["pins"] == 0
+        assert binding.load().describe(x)["pins"] == 0
 
 
 @pytest.mark.usefixtures("planned_sizes")
@@ -232,7 +232,7 @@ def test_a_period_of_launches_is_planned_and_followed() -> None:
 
     def each() -> None:
         settled()
-        names.update(pager.load().timeline()["names"])
+        names.update(binding.load().timeline()["names"])
 
     assert training.run(lambda: mm, steps=8, each=each) == want
     assert mm.stats()["planned_passes"] >= 2
@@ -241,7 +241,7 @@ def test_a_period_of_launches_is_planned_and_followed() -> None:
 
 @pytest.fixture
 def planned_sizes() -> Iterator[None]:
-    native = pager.load()
+    native = binding.load()
     native.count_ticks(3000)
     yield
     native.count_ticks(0)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 from .harness import Record, differences, global_state
 
@@ -171,7 +171,7 @@ def test_an_interrupt_of_a_reader_leaves_nothing(policy: str, share: float) -> N
     before = global_state()
     faults: list[str] = []
     with memmgr.budget(limit, policy=policy, quiet=True) as mm:
-        native = pager.load()
+        native = binding.load()
         for _ in range(3):
             training.run()
         training.restore()
@@ -233,7 +233,7 @@ def test_an_interrupt_that_comes_while_c_runs_leaves_no_budget_open(part: str, m
 
     def run() -> None:
         if part == "open":
-            interrupt(pager.load(), "open")
+            interrupt(binding.load(), "open")
         with mm:
             runtime = mm._runtime
             assert runtime is not None

@@ -239,9 +239,9 @@ def reference_cycles(policy: str) -> Iterator[None]:
 
 def _natives() -> dict[str, int]:
     """Cells that the pager knows, and bytes in its tier."""
-    from memmgr.native import pager
+    from memmgr.native import binding
 
-    native = pager.load()
+    native = binding.load()
     native.drain()
     return {
         "cells": len(native.cells()),

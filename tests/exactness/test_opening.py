@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 from .harness import HUGE_BYTES, global_state
 

@@ -9,7 +9,7 @@ import torch
 
 import memmgr
 from memmgr._stock import holders
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 from . import matrix, ranks
 

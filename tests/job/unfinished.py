@@ -19,7 +19,7 @@ from exactness.harness import Record, assert_same
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 from . import ranks
 

@@ -21,7 +21,7 @@ from .scenarios import DEVICE
 
 import memmgr  # isort: skip
 from memmgr import _budget  # isort: skip
-from memmgr.native import pager  # isort: skip
+from memmgr.native import binding  # isort: skip
 from memmgr.readers import captures  # isort: skip
 
 N = 16384
@@ -35,7 +35,7 @@ def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
     cell = tensor.untyped_storage()._cdata
 
     def leave() -> None:
-        assert pager.load().take_away(cell, action), "it did not leave: this shows nothing"
+        assert binding.load().take_away(cell, action), "it did not leave: this shows nothing"
 
     return leave
 
@@ -43,9 +43,9 @@ def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
 def _all_leaves() -> None:
     """Evicts all cells that can be evicted; does nothing without memmgr."""
     if _budget.current() is not None:
-        for tensor in pager.load().objects_of((Tensor,)):
+        for tensor in binding.load().objects_of((Tensor,)):
             if tensor.device.type == DEVICE:
-                pager.load().take_away(tensor, OFFLOAD)
+                binding.load().take_away(tensor, OFFLOAD)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from .scenarios import DEVICE
 
 import memmgr  # isort: skip
 from memmgr.native.build import load_core  # isort: skip
-from memmgr.native import pager  # isort: skip
+from memmgr.native import binding  # isort: skip
 from memmgr.runtime.plans import Plans  # isort: skip
 
 SHARES = {"mlp": (0.85, 0.75), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of the peak without a limit
@@ -72,7 +72,7 @@ def trains(mode: str, seed: int, models: list[str], policies: list[str], piece: 
                 with memmgr.budget(int(need * share), device=DEVICE, policy=policy, quiet=True) as mm:
                     digest = scenarios._train(MODELS[name], DEVICE)
                     locked = [scenarios.outstanding(handles, what) for what in (b"host", b"host bytes")]
-                errors = pager.load().device_stats()["driver_errors"]
+                errors = binding.load().device_stats()["driver_errors"]
                 runs[f"{policy} {share}"] = {"digest": digest, "driver_errors": errors, "locked": locked, **mm.stats()}
         out[name] = {"plain": plain, "free": free, "need": need, "runs": runs}
     out["left"] = _left(handles)
@@ -89,7 +89,7 @@ def _digest(tensors: list[Tensor]) -> str:
 def _left(handles: Handles) -> dict[str, int]:
     """Remains of budgets: blocks, cells, page-locked memory, events that are not kept for reuse."""
     scenarios.settle()
-    native = pager.load()
+    native = binding.load()
     native.drain()
     return {
         "bytes": native.arena_stats()["live_bytes"],
@@ -135,9 +135,11 @@ def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
         seen["cpu after it"] = scenarios._train(MODELS["mlp"], "cpu") == cpu
     seen["cpu peak"] = mm.stats()["resident_bytes.peak"] / mm.stats()["budget_bytes"]
     with memmgr.budget(int(need * 0.7), device=DEVICE, quiet=True) as mm:
-        before = pager.load().resident()  # a storage remembers the allocator of its first bytes: here another budget's
+        before = (
+            binding.load().resident()
+        )  # a storage remembers the allocator of its first bytes: here another budget's
         grows_on_cpu.resize_(1 << 16)
-        seen["grown on the CPU"] = pager.load().resident() - before
+        seen["grown on the CPU"] = binding.load().resident() - before
         seen["device again"] = scenarios._train(MODELS["mlp"], DEVICE) == plain
         outlives = (torch.ones(64, device=DEVICE) * 3).requires_grad_()
         loss = (outlives.sin() * outlives).sum()
@@ -169,7 +171,7 @@ def checksums(mode: str, seed: int, refused: bool) -> dict[str, Any]:
         scenarios._train(MODELS["gpt"], DEVICE)
     out: dict[str, Any] = {}
     with memmgr.budget("64MB", device=DEVICE, quiet=True, host="8MB", verify=True, _plan=False) as opened:
-        native = pager.load()
+        native = binding.load()
         x = torch.randn(1 << 18).to(DEVICE).requires_grad_()
         made: list[Tensor] = []
         out["trial"] = calls(lambda: made.append(x.sin()))
@@ -240,7 +242,7 @@ def two_devices(mode: str, seed: int) -> dict[str, Any]:
             x = here.clone().requires_grad_()
             sine = x.sin()
             loss = (sine * x).sum()
-            out["left the device"] = pager.load().take_away(sine, 1)
+            out["left the device"] = binding.load().take_away(sine, 1)
         out["comes back to"] = str(sine.device)
         del sine
     # Budgets of both, one after the other.
@@ -488,7 +490,7 @@ def device_times(mode: str, seed: int) -> dict[str, Any]:
     period_ended = Plans.period_ended
 
     def look(plans: Plans, ended: Any) -> None:
-        columns = pager.load().timeline()
+        columns = binding.load().timeline()
         names = [columns["names"][i] for i in np.frombuffer(columns["op"], dtype=np.int32)]
         seconds = np.frombuffer(columns["seconds"], dtype=np.float32).tolist()
         pairs = list(zip(names, seconds, strict=True))[columns["turn"] :]
@@ -518,7 +520,7 @@ def by_chance(mode: str, seed: int) -> dict[str, Any]:
         "scatter_add": lambda: torch.zeros_like(x).scatter_add(0, where, x),
         "transposed convolution": lambda: torch.conv_transpose2d(image, kernel),
     }
-    native = pager.load()
+    native = binding.load()
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         with memmgr.budget("8MB", device=DEVICE, quiet=True):
@@ -556,7 +558,7 @@ def unwound(mode: str, seed: int) -> dict[str, Any]:
         try:
             with memmgr.budget(8 << 16, device=DEVICE, policy="offload", quiet=True) as mm, own:
                 w, loss = forward()
-                native = pager.load()
+                native = binding.load()
                 gone = sum(native.take_away(t, 1) > 0 for t in native.objects_of((Tensor,)) if t.device == x.device)
                 gone += native.stats()["offloads"]
                 raise _Mistake
@@ -602,7 +604,7 @@ def without_wait(wait: str, mode: str, seed: int, models: list[str], policies: l
         needs[name] = mm.stats()["resident_bytes.peak"]
     leave_out = load_core().mm_test_leave_out
     assert leave_out(wait.encode()) == 0
-    pager.load().leave_out(SCRIBBLED)  # which would wait in its place
+    binding.load().leave_out(SCRIBBLED)  # which would wait in its place
     wrong = []
 
     def compare(name: str, limit: int | str, policy: str, run: Callable[[], str], want: str) -> None:
@@ -620,5 +622,5 @@ def without_wait(wait: str, mode: str, seed: int, models: list[str], policies: l
             compare(f"{name} {policy}", int(needs[name] * SHARES[name][-1]), policy, train, digests[name])
     compare("two threads", "1.6MB", "torture", lambda: _two_threads(lambda: ""), threads)
     assert leave_out(b"") == 0
-    pager.load().leave_out(0)
+    binding.load().leave_out(0)
     return wrong

@@ -21,7 +21,7 @@ from .managed import _digest, _start
 from .scenarios import DEVICE
 
 import memmgr  # isort: skip
-from memmgr.native import pager  # isort: skip
+from memmgr.native import binding  # isort: skip
 
 N = 16384
 EVICT, OFFLOAD = 0, 1
@@ -337,7 +337,7 @@ def run(
 
 @contextlib.contextmanager
 def _budget(name: str, leave_out: int) -> Iterator[tuple[Any, memmgr.budget]]:
-    native = pager.load()
+    native = binding.load()
     options = {"verify": name == "checked", "policy": "offload" if name.startswith("late") else "auto"}
     with memmgr.budget(1 << 26, device=DEVICE, quiet=True, host="8MB", _plan=False, **options) as budget:
         native.leave_out(leave_out | SAMPLED)  # each of the sample waits for the device

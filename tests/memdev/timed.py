@@ -20,7 +20,7 @@ from . import Handles, scenarios, start
 from .scenarios import DEVICE
 
 import memmgr  # isort: skip
-from memmgr.native import pager  # isort: skip
+from memmgr.native import binding  # isort: skip
 from memmgr.native.build import load_core  # isort: skip
 
 
@@ -62,7 +62,7 @@ def begin(page_bytes: int, scale: float = 1, **options: Any) -> tuple[Handles, S
     handles = start(mode="timed", **options)
     handles.fake.fake_set_granularity(ctypes.c_uint64(page_bytes))
     load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
-    pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
+    binding.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
     os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
     os.environ["MEMMGR_CUDA_PAGE"] = str(page_bytes)
     table = figures.read(figures.H100)
@@ -116,7 +116,7 @@ def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 1
         with memmgr.budget(int(need * share), device=DEVICE, quiet=True) as mm:
             limited = trained(name, simulation, mm, steps, 4, 12)
         plain = trained(name, simulation, None, 1, limited["steps"] - 1, 0)
-        errors = pager.load().device_stats()["driver_errors"]
+        errors = binding.load().device_stats()["driver_errors"]
         out[name] = {
             "plain": plain,
             "free": free,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memmgr
 from memmgr import _budget
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.runtime.timeline import BETWEEN
 
 WIDTH, LAYERS = 256, 12
@@ -99,13 +99,13 @@ def reads() -> dict[str, Any]:
 
     def read(**options: Any) -> int:
         model, figures = decoder(), []
-        pager.load().count_ticks(3000)  # the time of an op depends on the op alone, not on other work of the machine
+        binding.load().count_ticks(3000)  # the time of an op depends on the op alone, not on other work of the machine
         with memmgr.budget(int(weights() * 0.7), quiet=True, **options) as mm:
-            pager.load().set_link(1e-9)
+            binding.load().set_link(1e-9)
 
             def each() -> None:
                 settled()
-                pager.load().set_link(1e-9)
+                binding.load().set_link(1e-9)
                 figures.append(mm.stats()["reload_bytes"])
 
             generated(model, 12, each)
@@ -170,7 +170,7 @@ def returning() -> dict[str, Any]:
 
 def hiccups() -> dict[str, Any]:
     """The program waits between two turns, and once in each turn somewhere else for longer: how long it did before a turn."""
-    pager.load().count_ticks(0)
+    binding.load().count_ticks(0)
     model, made = decoder(), []
 
     def stumble(layer: nn.Module, args: Any) -> None:
@@ -306,7 +306,7 @@ def threads() -> dict[str, Any]:
 
 def alignment() -> dict[str, Any]:
     """A loop that is found somewhere in it: how long the program did something else before the first op of a turn, and at most."""
-    pager.load().count_ticks(0)
+    binding.load().count_ticks(0)
     with memmgr.budget(weights() // 2, quiet=True):
         generated(decoder(), 14, lambda: time.sleep(0.05))
         settled()
@@ -318,5 +318,5 @@ def alignment() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    pager.load().count_ticks(3000)
+    binding.load().count_ticks(3000)
     print(json.dumps(globals()[sys.argv[1]]()))

@@ -13,7 +13,7 @@ from budget import models
 
 import memmgr
 from memmgr import _budget
-from memmgr.native import pager
+from memmgr.native import binding
 
 STEPS = 7
 
@@ -25,7 +25,7 @@ TICKS = 3000  # about a microsecond for each look at the clock
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tensors count, and the time of an op depends on the op alone, not on other work of the machine."""
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "16384")
-    native = pager.load()
+    native = binding.load()
     native.count_ticks(TICKS)
     yield
     native.count_ticks(0)

@@ -13,7 +13,7 @@ from exactness.harness import HUGE_BYTES, assert_same, managed, reference
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 N = 1 << 16
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from memmgr.common import threads
-from memmgr.native import pager
+from memmgr.native import binding
 
 pytestmark = pytest.mark.timeout(60)  # a computation that does not end waits for ever
 
@@ -33,7 +33,7 @@ def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: Non
     """Whenever it is told, also in its last moments: the exception comes before `run` is left, or never."""
     outcomes: set[str] = set()
     for k in range(400):
-        computation = threads.Computation(pager.load(), __name__)
+        computation = threads.Computation(binding.load(), __name__)
 
         def compute(turns: int = k * 20) -> int:
             for _ in range(turns):
@@ -64,7 +64,7 @@ def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch
     """Python throws the exception away there, and the thread that closed the budget waited for ever."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    computation = threads.Computation(pager.load(), __name__)
+    computation = threads.Computation(binding.load(), __name__)
     inside = threading.Event()
     outcomes: list[str] = []
 
@@ -132,7 +132,7 @@ def test_finalizers_of_others_are_not_cut_short(quick_switches: None) -> None:
                 pass
 
     for _ in range(100):
-        computation = threads.Computation(pager.load(), __name__)
+        computation = threads.Computation(binding.load(), __name__)
         thread, told = begun(computation, compute)
         time.sleep(0.002)
         computation.end(thread)
@@ -161,7 +161,7 @@ def test_nor_is_the_rest_of_a_collection(quick_switches: None) -> None:
             pass
 
     gc.collect()
-    computation = threads.Computation(pager.load(), __name__)
+    computation = threads.Computation(binding.load(), __name__)
     thread, told = begun(computation, compute)
     assert asleep.wait(10)
     time.sleep(0.02)
@@ -174,7 +174,7 @@ def test_nor_is_the_rest_of_a_collection(quick_switches: None) -> None:
 def test_none_is_begun_while_the_exception_is_on_its_way(quick_switches: None) -> None:
     """Python 3.13 raises it a turn later, after a collection that is due. The program's thresholds are back afterwards, also in a fork."""
     before, meanwhile, child = gc.get_threshold(), [], []
-    computation = threads.Computation(pager.load(), __name__)
+    computation = threads.Computation(binding.load(), __name__)
     begun = threading.Event()
 
     def forks() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import memmgr
 from memmgr import _budget
-from memmgr.native import pager
+from memmgr.native import binding
 
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
 
@@ -27,7 +27,7 @@ WIDTH = 128
 @pytest.fixture(autouse=True)
 def _counted() -> Iterator[None]:
     """The time of an op depends on the op alone, not on other work of the machine."""
-    native = pager.load()
+    native = binding.load()
     native.count_ticks(TICKS)
     yield
     native.count_ticks(0)

@@ -35,7 +35,7 @@ from exactness.harness import (
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 RANKS = 2
 GROUPS: dict[str, list[Callable[[Path], None]]] = {}

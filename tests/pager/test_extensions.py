@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 from .extension import library as extension_library
 
@@ -142,7 +142,7 @@ def test_an_op_reads_what_it_has_kept_after_a_step_that_waits(extension: Any, pa
 
 ENDED = """
 import gc, importlib.util, sys, torch, memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 with memmgr.budget("1GB", quiet=True):
     libraries = [torch.library.Library(f"ended{i}", "DEF") for i in range(40)]
@@ -161,7 +161,7 @@ op = torch.ops.memmgr_test.sum_of_kept
 with memmgr.budget("1GB", quiet=True):
     t, x = torch.zeros(1000), torch.zeros(4)
     op(t, True)
-    assert pager.load().add_pending(lambda data=t.data: data.fill_(1), [t.data])
+    assert binding.load().add_pending(lambda data=t.data: data.fill_(1), [t.data])
     assert op(x, False).item() == 1000
 """
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 from .kernels import replaced
 
@@ -24,7 +24,7 @@ LENGTHS = range(20_000, 22_000)
 def _family(run: Callable[..., Any], *, tried: int = ENOUGH, verify: bool = False) -> Iterator[tuple[Any, Any]]:
     """A budget in which `erfinv` is `run` and has been seen with `tried` lengths, the shortest and the longest first."""
     with memmgr.budget("1GB", policy="evict", disk=False, quiet=True, verify=verify) as mm, replaced("erfinv", run):
-        native = pager.load()
+        native = binding.load()
         for n in [LENGTHS[0], LENGTHS[-1], *LENGTHS[1 : tried - 1]]:
             torch.ones(n).erfinv()
         yield mm, native
@@ -89,7 +89,7 @@ def test_a_number_that_changes_in_every_step() -> None:
         for i in range(ENOUGH + 20):
             y = torch.add(x, x, alpha=0.123 + i / 1000)
             want = y.tolist()
-            assert pager.load().take_away(y, 0) == y.nbytes and y.tolist() == want
+            assert binding.load().take_away(y, 0) == y.nbytes and y.tolist() == want
             trials.append(mm.stats()["trials"])
         assert trials[ENOUGH - 1] - trials[0] == ENOUGH - 1
         assert trials[-1] == trials[ENOUGH - 1]

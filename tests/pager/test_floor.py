@@ -11,7 +11,7 @@ import torch
 from budget.models import MODELS
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 STEPS = 2
 

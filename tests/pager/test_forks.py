@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")]  # 3.12 warns of fork beside threads
 
@@ -201,14 +201,14 @@ def test_but_it_has_where_there_was_none_yet() -> None:
         import os
         import torch
         import memmgr
-        from memmgr.native import pager
+        from memmgr.native import binding
 
-        pager.load()
+        binding.load()
         pid = os.fork()
         if pid == 0:
             with memmgr.budget("64MB", quiet=True) as mm:
                 t = torch.ones(1 << 16) * 3
-                assert pager.load().take_away(t, 1) > 0
+                assert binding.load().take_away(t, 1) > 0
                 ok = t.sum().item() == 3 << 16
             os._exit(0 if ok else 1)
         print("ended", os.waitpid(pid, 0)[1])

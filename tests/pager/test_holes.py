@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import memmgr
-import memmgr.native.pager
+import memmgr.native.binding
 from memmgr._stock import holders
 
 
@@ -288,7 +288,7 @@ def test_a_budget_that_opens_inside_of_vmap() -> None:
             return row * 2
 
         y = torch.vmap(doubled)(x)
-        assert memmgr.native.pager.load().adopt(z)
+        assert memmgr.native.binding.load().adopt(z)
         for _ in range(3):
             z.add_(1)
         assert torch.equal(y, x * 2) and torch.equal(z, torch.full((4096,), 4.0))
@@ -298,7 +298,7 @@ def test_the_trap_is_back_when_the_profiler_has_ended() -> None:
     """Also for tensors evicted before it began, or while it ran."""
     before, while_it_ran = torch.ones(4096) + 0, torch.ones(4096) + 0
     with memmgr.budget("1GB", quiet=True):
-        native = memmgr.native.pager.load()
+        native = memmgr.native.binding.load()
         native.take_away(before, 1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             native.take_away(while_it_ran, 1)
@@ -366,7 +366,7 @@ def test_memory_of_others_waits_for_room_as_an_op_does(large_only: None, beyond:
 def test_the_floor_of_a_compiled_region(large_only: None) -> None:
     """Its arguments stay, and so does all that it makes until it returns."""
     with memmgr.budget(None, policy="keep", quiet=True) as mm:
-        native = memmgr.native.pager.load()
+        native = memmgr.native.binding.load()
         a, b = torch.ones(1 << 18) + 0, torch.ones(1 << 18) + 0
         region = native.pin([a, b], False, True)
         inside = [torch.empty(1 << 18) for _ in range(3)]
@@ -379,20 +379,20 @@ def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
     script = """
 import shutil, sys
 from pathlib import Path
-import memmgr._cache as cache
-from memmgr.native import build, pager
+import memmgr.native.cache as cache
+from memmgr.native import binding, build
 good, folder = Path(sys.argv[1]), Path(sys.argv[2])
 built = []
 def again(source, target, *args, **more):
     built.append(target)
     shutil.copy(good, target)
-pager.compile_library = again
+binding.compile_library = again
 cache.place = lambda *parts: folder.joinpath(parts[-1])
 (folder / "_pager.so").write_text("no library")
-pager.load()
+binding.load()
 assert len(built) == 1
 """
-    good = Path(str(getattr(memmgr.native.pager.load(), "__file__", "")))
+    good = Path(str(getattr(memmgr.native.binding.load(), "__file__", "")))
     done = forkserver.run([sys.executable, "-c", script, str(good), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -436,7 +436,7 @@ for _ in range(2):
 def test_bytes_that_are_needed_go_below_where_the_op_that_writes_leaves_no_room(beyond: Callable[[str], int]) -> None:
     """Rule 4's copy: the op's pinned tensors leave no room for it, and no other cell can be evicted."""
     with memmgr.budget("1GB", quiet=True) as mm:
-        native = memmgr.native.pager.load()
+        native = memmgr.native.binding.load()
         x, z = torch.arange(1e6), torch.ones(1_000_000)
         y = x * 2
         assert native.take_away(y, 0) == y.nbytes
@@ -470,7 +470,7 @@ def test_the_first_op_without_room_waits_for_another_threads(beyond: Callable[[s
             threading.Timer(0.3, free.set).start()
             y = torch.arange(1_500_000.0)
             thread.join(60)
-            assert memmgr.native.pager.load().stats()["retries"] > 0
+            assert memmgr.native.binding.load().stats()["retries"] > 0
             assert x.sum().item() == y.sum().item()
 
 
@@ -521,7 +521,7 @@ def test_an_rnn_writes_to_what_its_forward_has_kept() -> None:
 
 def test_a_gradient_can_leave_though_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No object of Python's is made of it: where that thread began a backward meanwhile torch 2.13 destroyed the heap."""
-    monkeypatch.delattr(memmgr.native.pager.load(), "gradients_of")
+    monkeypatch.delattr(memmgr.native.binding.load(), "gradients_of")
     stop = threading.Event()
 
     def spin() -> None:
@@ -534,8 +534,8 @@ def test_a_gradient_can_leave_though_another_thread_runs(monkeypatch: pytest.Mon
     thread.start()
     try:
         with memmgr.budget("1GB", quiet=True, policy="keep"):
-            kinds, _ = holders(memmgr.native.pager.load(), "cpu")
-            assert memmgr.native.pager.load().describe(w.grad) is not None
+            kinds, _ = holders(memmgr.native.binding.load(), "cpu")
+            assert memmgr.native.binding.load().describe(w.grad) is not None
     finally:
         stop.set()
         thread.join()
@@ -544,9 +544,9 @@ def test_a_gradient_can_leave_though_another_thread_runs(monkeypatch: pytest.Mon
 
 IDLE = """
 import concurrent.futures, time
-import memmgr.native.pager
+import memmgr.native.binding
 
-native = memmgr.native.pager.load()
+native = memmgr.native.binding.load()
 assert native.others_wait()
 with concurrent.futures.ThreadPoolExecutor(2) as pool:
     assert pool.submit(sum, [1, 2]).result() == 3
@@ -600,7 +600,7 @@ def _in_backward(stay: Callable[[], None]) -> None:
 
 def test_nobody_reads_gradients_while_another_thread_puts_some_in_place() -> None:
     """Backward does that without the GIL: a gradient that was just found may be freed, and torch's heap is destroyed."""
-    native = memmgr.native.pager.load()
+    native = memmgr.native.binding.load()
     w = nn.Parameter(torch.ones(64, 64))
     (w * 1).sum().backward()
     with memmgr.budget("1GB", quiet=True, policy="keep"):
@@ -615,7 +615,7 @@ def test_nobody_reads_gradients_while_another_thread_puts_some_in_place() -> Non
 
 def test_a_gradient_is_not_adopted_while_another_thread_may_drop_some() -> None:
     """`p.grad = None` lets the GIL go between the death of a gradient and the end of its name."""
-    native = memmgr.native.pager.load()
+    native = memmgr.native.binding.load()
     stop, running = threading.Event(), threading.Event()
     other = nn.Parameter(torch.ones(4))
 

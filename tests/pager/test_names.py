@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd import graph
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 from memmgr.readers.names import NAMERS
 
 COUNT = 20_000  # 80 kB: more than the 64 KiB from which tensors may leave

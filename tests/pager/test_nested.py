@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 PARTS = 9000  # their sizes take 144 kB
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 C: Any = torch._C
 N = 20_000
@@ -71,7 +71,7 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 def test_a_recipe_runs_under_its_switches_and_leaves_them_as_they_were(name: str) -> None:
     get, put, other = SWITCHES[name]
     before = get()
-    native = pager.load()
+    native = binding.load()
     with memmgr.budget("1GB", quiet=True, disk=False):
         whole = torch.arange(N)
         for _ in range(2):  # its kind is known from the first on
@@ -93,7 +93,7 @@ def test_an_op_under_other_switches_is_another_kind(name: str) -> None:
     """Otherwise trust earned under some switches would count under others."""
     get, put, other = SWITCHES[name]
     before = get()
-    native = pager.load()
+    native = binding.load()
     with memmgr.budget("1GB", quiet=True, disk=False):
         whole = torch.arange(N + 1 + list(SWITCHES).index(name))  # a kind of its own
         trials = [native.stats()["trials"]]

@@ -12,14 +12,14 @@ import torch
 
 import memmgr
 from memmgr import _stock
-from memmgr.native import pager
-from memmgr.native.pager import Pager
+from memmgr.native import binding
+from memmgr.native.binding import Pager
 
 
 @contextmanager
 def opened() -> Iterator[Pager]:
     with memmgr.budget(None, quiet=True):
-        yield pager.load()
+        yield binding.load()
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def test_what_the_collector_knows_is_found_once_wherever_it_lies() -> None:
             found.append(sorted(map(id, native.objects_of((Mark,)))))
 
     found: list[list[int]] = []
-    native = pager.load()
+    native = binding.load()
     gc.collect()
     gc.disable()
     try:
@@ -158,7 +158,7 @@ def test_a_trial_holds_nothing_when_it_is_over() -> None:
     Otherwise the bytes of tensors that end then stay, and the budget is exhausted without need.
     """
     with memmgr.budget("1GB", quiet=True, verify=True):  # each is tried, although its family is trusted
-        native = pager.load()
+        native = binding.load()
         holders = set()
         for i in range(300):  # each a kind of its own
             x = torch.ones(20_000 + i)

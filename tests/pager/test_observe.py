@@ -13,7 +13,7 @@ from budget.in_backward import in_backward
 from budget.there import bytes_already_there
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 MB = 1_000_000
 
@@ -155,7 +155,7 @@ def test_escapes_are_flat_and_named(tmp_path: Path) -> None:
 
 
 def test_a_read_ahead_is_told_with_the_time_that_it_was_waited_for(tmp_path: Path) -> None:
-    native = pager.load()
+    native = binding.load()
     with memmgr.budget("64MB", policy="offload", quiet=True, log=tmp_path / "run.jsonl", _throttle=100 * MB) as mm:
         x = torch.rand(2 * MB)
         assert native.take_away(x, 1) > 0

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 from .test_slices import FUSED, OPTIMIZERS
 

@@ -19,7 +19,7 @@ from torch import nn
 import memmgr
 from memmgr import _budget
 from memmgr.common import threads
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
 from memmgr.runtime import planner_process, planning, timeline
@@ -231,7 +231,7 @@ def test_a_step_moves_what_its_plan_says() -> None:
 
 def test_who_leaves_a_place_of_the_length_that_is_asked_for_goes_first() -> None:
     """Else pages would have to be moved to make one of two."""
-    native = pager.load()
+    native = binding.load()
     short, long = torch.randn(3 << 18), torch.randn(5 << 18)  # 3 and 5 MiB
     plain = [t + 1 + 1 for t in (short, long)]
 
@@ -270,7 +270,7 @@ def test_of_plans_that_begin_alike_the_one_leads_that_has_come_after_this_period
             settled()
             figures.append(mm.stats())
             if step == STEPS - 1:
-                native = pager.load()
+                native = binding.load()
                 hashes = native.timeline()["hashes"][:8] + bytes(8)  # it goes on otherwise after the first op
                 writes = np.array([(0, ordinal, 0) for ordinal in range(40)], dtype=np.int64).tobytes()
                 native.add_plan(hashes, b"", writes, b"", b"", b"")
@@ -288,7 +288,7 @@ def test_the_link_is_measured_by_copies_that_nobody_waits_for() -> None:
         for _ in range(STEPS):
             training.step()
             settled()
-        native = pager.load()
+        native = binding.load()
         native.set_link(1.0)  # seconds a byte
         training.step()
         assert max(native.link()[:2]) < 0.9

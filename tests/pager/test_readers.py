@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 from memmgr.readers.patches import Patches
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 LIMIT = "1GB"
 

@@ -20,7 +20,7 @@ from torch.testing._internal.common_methods_invocations import (
 )
 
 import memmgr
-from memmgr.native import pager as native
+from memmgr.native import binding as native
 
 LIST_OPS = [
     *foreach_unary_op_db,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.observe.states import KINDS, STATES, flows
 
 CHILD = Path(__file__).parent / "states_child.py"
@@ -89,9 +89,9 @@ def test_gradients_that_accumulate_are_not_kept() -> None:
 ASKS = """
 import sys, torch, memmgr
 from torch import nn
-from memmgr.native import pager
+from memmgr.native import binding
 
-native, looks = pager.load(), []
+native, looks = binding.load(), []
 objects_of = native.objects_of
 native.objects_of = lambda types, *more: looks.append(types) or objects_of(types, *more)
 
@@ -157,16 +157,16 @@ def test_states_have_no_bytes_until_they_are_touched(way: str, beyond: Callable[
     want = plain()  # as bytes: a tensor would count, and leave
     with memmgr.budget(beyond("1300kB"), quiet=True) as mm:
         params, optimizer = make()
-        before = pager.load().resident()
+        before = binding.load().resident()
         lists: list[list[Any]] = [[] for _ in range(6)]
         optimizer._init_group(optimizer.param_groups[0], *lists)
         states = [optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_avg_sq")]
         assert mm.stats()["offload_bytes"] == 0
-        assert pager.load().resident() - before < sum(s.nbytes for s in states) / 16  # the steps' counts, and bits
-        assert {pager.load().describe(s)["residency"] for s in states} <= {"evicted", "packed"}
+        assert binding.load().resident() - before < sum(s.nbytes for s in states) / 16  # the steps' counts, and bits
+        assert {binding.load().describe(s)["residency"] for s in states} <= {"evicted", "packed"}
         assert all((s == 0).all() for s in states)
         ordinary = torch.zeros_like(params[0])
-        assert pager.load().describe(ordinary)["residency"] == "resident"
+        assert binding.load().describe(ordinary)["residency"] == "resident"
         optimizer.step()
     assert mm.stats()["resident_bytes.peak"] <= mm.stats()["budget_bytes"]
     assert [p.detach().numpy().tobytes() for p in params] == want

@@ -15,7 +15,7 @@ from exactness.harness import HUGE_BYTES
 from torch import nn
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 from .kernels import replaced
 
@@ -84,7 +84,7 @@ def _no_room_beside(n: int, results: int = 1) -> Any:
     tried once in a process: each test has an n of its own.
     """
     with memmgr.budget("1GB", policy="evict", disk=False, quiet=True) as mm:
-        native = pager.load()
+        native = binding.load()
         x = torch.rand(n) * 0.1
         held = mm.stats()["resident_bytes.current"]
         native.set_limit(held + results * x.nbytes + x.nbytes // 2)
@@ -134,7 +134,7 @@ def _in_as_little(make: Callable[[], torch.Tensor], native: Any, mm: Any) -> tor
 def test_a_number_lies_where_its_kernel_may_read_it() -> None:
     """Two doubles are read at once, from a multiple of their size."""
     with memmgr.budget("1GB", quiet=True):
-        native = pager.load()
+        native = binding.load()
         x = torch.zeros(307, dtype=torch.complex128)
         for i in range(40):
             x[i] = 2e-6 + i
@@ -248,7 +248,7 @@ def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps
         del junk
 
     with memmgr.budget("1GB", policy="evict", disk=False, quiet=True) as mm:
-        native = pager.load()
+        native = binding.load()
         x = torch.randn(steps, batch, width)
         spaces: list[torch.Tensor] = []
         for _ in range(3):
@@ -299,7 +299,7 @@ def test_a_fused_lstm_runs_again() -> None:
 @pytest.mark.parametrize("how", ["an op", "pin"])
 def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) -> None:
     """Never a wrong value: the error is raised where the bytes are wanted, again when they are asked for again, and at the end."""
-    native = pager.load()
+    native = binding.load()
     with (
         pytest.raises(memmgr.RecomputeError, match="came back other than they left"),
         memmgr.budget("1GB", policy="offload", verify=True, quiet=True, disk=tmp_path),
@@ -336,7 +336,7 @@ def test_an_op_that_reads_what_it_writes(name: str) -> None:
     """Torch permits it where strides are not dense: the op reads values that it has written before, and a second run
     would not.
     """
-    op, native = WRITTEN_AND_READ[name], pager.load()
+    op, native = WRITTEN_AND_READ[name], binding.load()
     values = torch.randn(192, 192)
 
     def run(shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,7 +364,7 @@ BESIDE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_an_op_that_writes_beside_what_it_reads(name: str) -> None:
-    native = pager.load()
+    native = binding.load()
     with memmgr.budget("1GB", quiet=True, disk=False):
         for shared in (False, True):
             x, y = torch.rand(192, 192) * 2, torch.rand(192, 192) * 3
@@ -409,7 +409,7 @@ def test_what_threads_race_for_is_not_made_again(name: str) -> None:
         x = x * 1 if name.endswith("_") else x
         return getattr(x, name)((where,), values, accumulate=True)
 
-    native = pager.load()
+    native = binding.load()
     with memmgr.budget("1GB", policy="evict", disk=False, quiet=True):
         x, values = torch.randn(n), torch.randn(n)
         act(x, torch.arange(n), values)

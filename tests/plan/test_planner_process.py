@@ -18,7 +18,7 @@ import pytest
 
 from memmgr.common import threads
 from memmgr.common.threads import Stopped
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.runtime import planner_process, planning
 from memmgr.runtime.planner_process import Failed, InProcess, PlannerProcess
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def executor() -> InProcess:
-    return InProcess(pager.load())
+    return InProcess(binding.load())
 
 
 class Asks:
@@ -234,12 +234,12 @@ def test_a_forked_child_leaves_it_alone(process: PlannerProcess) -> None:
 PROGRAM = """
 import os, sys, threading, time
 from memmgr.common.threads import Stopped
-from memmgr.native import pager
+from memmgr.native import binding
 from memmgr.runtime import planner_process
 from plan import endless
 def plans():
     try:
-        planner_process.InProcess(pager.load()).run(endless.forever)
+        planner_process.InProcess(binding.load()).run(endless.forever)
     except Stopped:
         pass
 threading.Thread(target=plans, daemon=True).start()

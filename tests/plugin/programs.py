@@ -235,7 +235,7 @@ def draws(limit: str) -> dict[str, Any]:
     import torch
 
     import memmgr
-    from memmgr.native import pager
+    from memmgr.native import binding
 
     driver = ctypes.CDLL(os.environ["MEMMGR_DRIVER"])
     aten = torch.ops.aten
@@ -253,7 +253,7 @@ def draws(limit: str) -> dict[str, Any]:
             act(x)
         plain = generator.get_offset()
         with memmgr.budget(int(limit), quiet=True):
-            native = pager.load()
+            native = binding.load()
             torch.cuda.manual_seed(5)
             made = [act(x) for _ in range(3)]
             offsets = [generator.get_offset()]

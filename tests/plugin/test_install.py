@@ -12,24 +12,25 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _cuda, _device
+from memmgr.native import cuda as allocator
+from memmgr.native import device as devices
 from memmgr.native.build import NotBuiltError, include_folder, package_sources
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """torch as it is on a machine with a GPU, before CUDA is initialised; nothing is built."""
-    monkeypatch.setattr(_cuda, "_library", None)
-    monkeypatch.setattr(_cuda, "_why", None)
-    monkeypatch.setattr(_cuda, "_torchs", 0)
+    monkeypatch.setattr(allocator, "_library", None)
+    monkeypatch.setattr(allocator, "_why", None)
+    monkeypatch.setattr(allocator, "_torchs", 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native", raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
-    monkeypatch.setattr(_cuda, "_has_device", lambda: True)
-    monkeypatch.delenv(_cuda.INSTALL_VARIABLE, raising=False)
-    monkeypatch.delenv(_cuda.DRIVER_VARIABLE, raising=False)
-    monkeypatch.setattr(_cuda, "build", lambda: pytest.fail("was built"))
+    monkeypatch.setattr(allocator, "_has_device", lambda: True)
+    monkeypatch.delenv(allocator.INSTALL_VARIABLE, raising=False)
+    monkeypatch.delenv(allocator.DRIVER_VARIABLE, raising=False)
+    monkeypatch.setattr(allocator, "build", lambda: pytest.fail("was built"))
     return monkeypatch
 
 
@@ -57,7 +58,7 @@ class Library:
         (lambda m: m.setattr(torch.version, "cuda", None), "no CUDA"),
         (lambda m: m.delattr(torch._C, "_cuda_getAllocatorBackend"), "no CUDA"),
         (lambda m: m.setattr(torch.cuda, "_is_in_bad_fork", lambda: True), "forked child"),
-        (lambda m: m.setattr(_cuda, "_has_device", lambda: False), "no GPU"),
+        (lambda m: m.setattr(allocator, "_has_device", lambda: False), "no GPU"),
         (lambda m: m.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "cudaMallocAsync"), "cudaMallocAsync"),
         (lambda m: m.setattr(sys, "orig_argv", ["python", "/x/torch/_inductor/compile_worker/__main__.py"]), "worker"),
         (
@@ -72,8 +73,8 @@ class Library:
 )
 def test_why_not(cuda: pytest.MonkeyPatch, change: Any, says: str) -> None:
     change(cuda)
-    assert says in (_cuda.install() or "")
-    assert not _cuda.in_place()
+    assert says in (allocator.install() or "")
+    assert not allocator.in_place()
     for device in ("cuda", "cuda:1"):
         with pytest.raises(RuntimeError, match=f"^memmgr: a budget on 'cuda' cannot be kept: .*{says}") as refused:
             memmgr.budget("1GB", device=device)
@@ -93,20 +94,20 @@ def test_torchs_own_allocator_stays_and_serves(cuda: pytest.MonkeyPatch, change:
     change(cuda)
     cuda.setattr(torch.accelerator, "is_available", lambda: True)
     cuda.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert _cuda.install() in (_cuda.LEFT, _cuda.TOO_LATE)
+    assert allocator.install() in (allocator.LEFT, allocator.TOO_LATE)
     library = Library()
-    cuda.setattr(_cuda, "build", lambda: Path("x.so"))
-    cuda.setattr(_cuda, "_load", lambda path: library)
-    for allocator in ("auto", "native"):
-        assert memmgr.budget("1GB", allocator=allocator)._device == torch.device("cuda")
+    cuda.setattr(allocator, "build", lambda: Path("x.so"))
+    cuda.setattr(allocator, "_load", lambda path: library)
+    for kind in ("auto", "native"):
+        assert memmgr.budget("1GB", allocator=kind)._device == torch.device("cuda")
     assert (library.asked, library.doors) == ([], [None])
-    assert _cuda.address() == 4096 and not _cuda.in_place()
+    assert allocator.address() == 4096 and not allocator.in_place()
 
 
 def test_torchs_own_allocator_cannot_come_back(cuda: pytest.MonkeyPatch) -> None:
-    cuda.setattr(_cuda, "build", lambda: Path("x.so"))
-    cuda.setattr(_cuda, "_load", lambda path: Library())
-    assert _cuda.install() is None
+    cuda.setattr(allocator, "build", lambda: Path("x.so"))
+    cuda.setattr(allocator, "_load", lambda path: Library())
+    assert allocator.install() is None
     with pytest.raises(RuntimeError, match="there already: MEMMGR_CONF=allocator:native"):
         memmgr.budget("1GB", device="cuda", allocator="native")
     with pytest.raises(ValueError, match="allocator: 'mine' is none of auto, native"):
@@ -116,26 +117,26 @@ def test_torchs_own_allocator_cannot_come_back(cuda: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("memory, number", [(None, 0), ("mapped", 0), ("PLAIN", 1)])
 def test_it_is_put_in_place_once(cuda: pytest.MonkeyPatch, memory: str | None, number: int) -> None:
     library, built = Library(), []
-    cuda.setattr(_cuda, "build", lambda: built.append(1) or Path("x.so"))
-    cuda.setattr(_cuda, "_load", lambda path: library)
+    cuda.setattr(allocator, "build", lambda: built.append(1) or Path("x.so"))
+    cuda.setattr(allocator, "_load", lambda path: library)
     if memory:
         cuda.setenv("MEMMGR_CUDA_MEMORY", memory)
-    assert _cuda.install() is None
-    assert _cuda.install() is None
-    assert _cuda.in_place()
+    assert allocator.install() is None
+    assert allocator.install() is None
+    assert allocator.in_place()
     assert (built, library.asked) == ([1], [(None, number)])
-    assert _device.resolve("cuda:1") == torch.device("cuda:1")
-    assert _device.resolve("cuda") == _device.resolve(None) == torch.device("cuda")  # CUDA was not asked for a number
+    assert devices.resolve("cuda:1") == torch.device("cuda:1")
+    assert devices.resolve("cuda") == devices.resolve(None) == torch.device("cuda")  # CUDA was not asked for a number
     library.there = False
-    assert "another allocator" in (_cuda.install() or "")
+    assert "another allocator" in (allocator.install() or "")
 
 
 def test_whoever_comes_too_late_is_told(cuda: pytest.MonkeyPatch) -> None:
     """Between our look and the installation somebody initialised CUDA."""
-    cuda.setattr(_cuda, "build", lambda: Path("x.so"))
-    cuda.setattr(_cuda, "_load", lambda path: Library(refuses=True))
-    assert _cuda.install() == _cuda.TOO_LATE
-    assert not _cuda.in_place()
+    cuda.setattr(allocator, "build", lambda: Path("x.so"))
+    cuda.setattr(allocator, "_load", lambda path: Library(refuses=True))
+    assert allocator.install() == allocator.TOO_LATE
+    assert not allocator.in_place()
 
 
 @pytest.mark.parametrize("error", [NotBuiltError("no compiler"), OSError("no such symbol"), RuntimeError("broken")])
@@ -143,8 +144,8 @@ def test_an_import_never_fails(cuda: pytest.MonkeyPatch, error: Exception) -> No
     def build() -> Path:
         raise error
 
-    cuda.setattr(_cuda, "build", build)
-    assert str(error) in (_cuda.install() or "")
+    cuda.setattr(allocator, "build", build)
+    assert str(error) in (allocator.install() or "")
 
 
 @pytest.mark.parametrize("visible", ["", "-1", " "])
@@ -152,9 +153,9 @@ def test_a_hidden_device_is_none(monkeypatch: pytest.MonkeyPatch, visible: str) 
     monkeypatch.setattr("os.path.exists", lambda path: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert not _cuda._has_device()
+    assert not allocator._has_device()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert _cuda._has_device()
+    assert allocator._has_device()
 
 
 @pytest.mark.parametrize("counted, there", [(0, False), (2, True), (-1, True)])
@@ -162,9 +163,9 @@ def test_nvml_says_whether_there_is_a_device(monkeypatch: pytest.MonkeyPatch, co
     monkeypatch.setattr("os.path.exists", lambda path: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: counted)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert _cuda._has_device() is there
+    assert allocator._has_device() is there
     monkeypatch.setattr("os.path.exists", lambda path: False)
-    assert not _cuda._has_device()
+    assert not allocator._has_device()
 
 
 # ---- headers ---------------------------------------------------------------------------------------------------------
@@ -181,28 +182,28 @@ def _headers(folder: Path, release: int, whole: bool = True) -> Path:
 def test_headers_have_to_be_whole_and_of_torchs_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     folders: list[Path] = []
-    monkeypatch.setattr(_cuda, "header_folders", lambda: folders)
+    monkeypatch.setattr(allocator, "header_folders", lambda: folders)
     with pytest.raises(NotBuiltError, match=r"not found.*pip install nvidia-cuda-runtime"):
-        _cuda.find_headers()
+        allocator.find_headers()
     folders.append(_headers(tmp_path / "old", 12080))
     with pytest.raises(NotBuiltError, match="another release than torch"):
-        _cuda.find_headers()
+        allocator.find_headers()
     folders.append(_headers(tmp_path / "half", 13000, whole=False))
-    assert _cuda.find_headers() == [
+    assert allocator.find_headers() == [
         tmp_path / "half",
         tmp_path / "old",
     ]  # of the latter, the ones that identify the compiler
     del folders[0]
     with pytest.raises(NotBuiltError, match="not found"):
-        _cuda.find_headers()
+        allocator.find_headers()
     folders.append(_headers(tmp_path / "whole", 13000))
-    assert _cuda.find_headers() == [tmp_path / "whole"]
+    assert allocator.find_headers() == [tmp_path / "whole"]
 
 
 def test_headers_are_looked_for_beside_torch_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    found = [str(folder) for folder in _cuda.header_folders()]
+    found = [str(folder) for folder in allocator.header_folders()]
     assert found[0].endswith("nvidia/cu13/include")
     assert found.index("/opt/cuda/include") < found.index("/usr/local/cuda/include")
 
@@ -215,7 +216,7 @@ def test_the_sources_travel_with_the_package() -> None:
 # ---- callers: torch for its entry point, or the script
 # ----------------------------------------------------------------
 
-ASKED = "import memmgr; print('asked' if 'memmgr._cuda' in sys.modules else 'not asked')"
+ASKED = "import memmgr; print('asked' if 'memmgr.native.cuda' in sys.modules else 'not asked')"
 WITH_CUDA = "torch.version.cuda = '13.0'; torch.backends.cuda.is_built = lambda: True; "
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from driver import build
 
-from memmgr import _cuda
+from memmgr.native import cuda
 
 MIB = 1 << 20
 MEMORY = 1 << 30
@@ -34,7 +34,7 @@ pytestmark = [
 def _doubles() -> tuple[Path, Path, Path]:
     """The driver, the runtime, and a folder with a libcuda.so.1."""
     driver, source = build.fake_driver(), Path(__file__).with_name("fake_runtime.cpp")
-    headers = [f"-I{folder}" for folder in _cuda.find_headers()]
+    headers = [f"-I{folder}" for folder in cuda.find_headers()]
     runtime = build.build(
         "fake_runtime", [source], [*headers, "-Wno-deprecated-declarations", "-Wno-cast-function-type"]
     )
@@ -113,7 +113,7 @@ def test_threads_with_streams_of_their_own(first: str, backend: str, mode: str) 
 
 def test_how_full_it_is_picks_no_kernels() -> None:
     include = Path(torch.__file__).parent / "include"
-    folders = [part for folder in (include, *_cuda.find_headers()) for part in ("-isystem", str(folder))]
+    folders = [part for folder in (include, *cuda.find_headers()) for part in ("-isystem", str(folder))]
     allocator = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
     library = build.build("cache_info", [Path(__file__).with_name("cache_info.cpp"), allocator], folders)
     assert _run("workspace", str(library), "40000000") == [MEMORY] * 4

@@ -112,7 +112,7 @@ def test_torchs_entry_point_finds_what_cudas_allocator_needs() -> None:
 import memmgr
 
 def install():  # as where torch is built for CUDA
-    import memmgr._cuda
+    import memmgr.native.cuda
 
 memmgr._install = install
 import memmgr.native.build

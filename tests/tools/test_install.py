@@ -16,9 +16,8 @@ import forkserver
 import pytest
 import torch
 
-from memmgr import _cache
 from memmgr.config import torch_versions
-from memmgr.native import build, pager
+from memmgr.native import binding, build, cache
 from memmgr.tools.verbs import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -98,14 +97,14 @@ assert memmgr.stats() == {}
 
 
 def test_a_wheel_that_carries_the_library_needs_no_compiler(tmp_path: Path) -> None:
-    library = Path(pager.load().__file__)  # type: ignore[attr-defined]
+    library = Path(binding.load().__file__)  # type: ignore[attr-defined]
     shutil.copy(library, tmp_path / f"{library.parent.name}.so")
     code = """
 import sys
 from pathlib import Path
 import memmgr
-from memmgr.native import pager
-pager.prebuilt = lambda name: Path(sys.argv[1]) / f"{name}.so"
+from memmgr.native import binding
+binding.prebuilt = lambda name: Path(sys.argv[1]) / f"{name}.so"
 with memmgr.budget("1GB", device="cpu", quiet=True):
     print("opened")
 """
@@ -236,7 +235,7 @@ def test_the_releases_of_torch_are_those_that_pip_installs() -> None:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home, and a folder for temporary files, of this test alone."""
-    monkeypatch.delenv(_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(cache.VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "tmp").mkdir()
@@ -262,8 +261,8 @@ def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_users_cache_folder(home: Path) -> None:
-    assert _cache.folder() == (home / ".cache" / "memmgr", None)
-    assert _cache.place("a", "b.so") == home / ".cache" / "memmgr" / "a" / "b.so"
+    assert cache.folder() == (home / ".cache" / "memmgr", None)
+    assert cache.place("a", "b.so") == home / ".cache" / "memmgr" / "a" / "b.so"
 
 
 def test_a_home_that_cannot_be_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,11 +270,11 @@ def test_a_home_that_cannot_be_written(home: Path, monkeypatch: pytest.MonkeyPat
     made.parent.mkdir(parents=True)
     made.touch()
     _close(home, monkeypatch)
-    folder, why = _cache.folder()
+    folder, why = cache.folder()
     assert folder == home.parent / "tmp" / f"memmgr-cache-{os.getuid()}" and "cannot be written" in (why or "")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "libraries are loaded from it"
-    assert _cache.place("new", "b.so") == folder / "new" / "b.so"
-    assert _cache.place("old", "b.so") == made, "what is there already is used"
+    assert cache.place("new", "b.so") == folder / "new" / "b.so"
+    assert cache.place("old", "b.so") == made, "what is there already is used"
 
 
 def test_no_home_at_all(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +282,7 @@ def test_no_home_at_all(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nobody)
-    folder, why = _cache.folder()
+    folder, why = cache.folder()
     assert folder.parent == home.parent / "tmp" and why == "this user has no home"
 
 
@@ -292,29 +291,29 @@ def test_a_temporary_folder_that_others_may_write_is_not_used(home: Path, monkey
     theirs.mkdir()
     theirs.chmod(0o777)
     _close(home, monkeypatch)
-    assert _cache.folder()[0] != theirs
+    assert cache.folder()[0] != theirs
 
 
 def test_the_folder_that_the_user_names_is_the_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_cache.VARIABLE, str(home / "mine"))
+    monkeypatch.setenv(cache.VARIABLE, str(home / "mine"))
     _close(home, monkeypatch)
-    assert _cache.folder() == (home / "mine", None)
+    assert cache.folder() == (home / "mine", None)
     with pytest.raises(build.NotBuiltError, match=r"mine.* cannot be written .*MEMMGR_CACHE"):
-        build.compile_library(Path("x.cpp"), _cache.place("a", "b.so"), [], [], "x")
+        build.compile_library(Path("x.cpp"), cache.place("a", "b.so"), [], [], "x")
 
 
 def test_the_doctor_names_the_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pager.load()
+    binding.load()
     found = {finding.name: finding for finding in doctor._native()}
     assert "MEMMGR_CACHE" in found["allocator"].text and "cache" not in found
-    monkeypatch.setattr(_cache, "_is_writable", lambda folder: folder.parent == home.parent / "tmp")
+    monkeypatch.setattr(cache, "_is_writable", lambda folder: folder.parent == home.parent / "tmp")
     found = {finding.name: finding for finding in doctor._native()}
     assert found["cache"].mark == "weaker" and "MEMMGR_CACHE" in found["cache"].advice
 
 
 def test_a_budget_opens_where_the_home_cannot_be_written(tmp_path: Path) -> None:
     """A file system that no user can write to, root neither; a library compiled elsewhere is copied, to save a minute."""
-    made = Path(pager.load().__file__)
+    made = Path(binding.load().__file__)
     folder = tmp_path / f"memmgr-cache-{os.getuid()}"
     folder.mkdir(mode=0o700)
     shutil.copytree(made.parent, folder / made.parent.name)
@@ -325,7 +324,7 @@ with memmgr.budget("1GB", device="cpu", quiet=True) as mm:
     torch.ones(8).sum()
 print(mm.stats()["budget_bytes"], {finding.name: finding for finding in doctor._native()}["cache"].text)
 """
-    left_out = (_cache.VARIABLE, "XDG_CACHE_HOME", "MEMMGR_BUDGET", "XDG_RUNTIME_DIR")
+    left_out = (cache.VARIABLE, "XDG_CACHE_HOME", "MEMMGR_BUDGET", "XDG_RUNTIME_DIR")
     environment = {k: v for k, v in os.environ.items() if k not in left_out} | {
         "HOME": "/proc",
         "TMPDIR": str(tmp_path),
@@ -348,7 +347,7 @@ class _Terminal(io.StringIO):
 def test_compiling_says_so_at_once_and_how_long_it_took(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = _Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
-    with _cache.said("the pager", Path("/somewhere")):
+    with cache.said("the pager", Path("/somewhere")):
         assert shown.getvalue().startswith("memmgr: compiling the pager, once")
     said = shown.getvalue()
     assert "kept in /somewhere" in said
@@ -358,6 +357,6 @@ def test_compiling_says_so_at_once_and_how_long_it_took(terminal: bool, monkeypa
 def test_a_compiler_that_fails_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = _Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    with pytest.raises(ValueError), _cache.said("the pager", Path("/somewhere")):
+    with pytest.raises(ValueError), cache.said("the pager", Path("/somewhere")):
         raise ValueError
     assert shown.getvalue().endswith("\n")

@@ -56,12 +56,12 @@ def test_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memmgr.native import build, pager
+    from memmgr.native import binding, build
 
     def load() -> None:
         raise build.NotBuiltError("no C++ compiler was found")
 
-    monkeypatch.setattr(pager, "load", load)
+    monkeypatch.setattr(binding, "load", load)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     found = _only(doctor._native)
@@ -96,7 +96,7 @@ def test_gpus_by_a_double(monkeypatch: pytest.MonkeyPatch, why: str | None, full
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda ordinal: gpu)
     monkeypatch.setattr("torch.cuda.device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    monkeypatch.setattr("memmgr._cuda.install", lambda: why)
+    monkeypatch.setattr("memmgr.native.cuda.install", lambda: why)
     real = torch.empty
 
     def empty(size: int, **how: Any) -> torch.Tensor:

@@ -274,14 +274,14 @@ def speed(with_memmgr: bool) -> dict[str, Any]:
         fresh.append((time.perf_counter_ns() - begun) / 1e6)
     found["512 MiB, new, ms"] = statistics.median(fresh)
     if with_memmgr:
-        from memmgr import _cuda
+        from memmgr.native import cuda as allocator
         from memmgr.native.build import load_core
 
         stats, core = _DeviceStats(), load_core()
         core.mm_device_stats_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         core.mm_device_stats_get.restype = None
         error = ctypes.create_string_buffer(256)
-        core.mm_device_stats_get(_cuda.table().device(0, error, len(error)), ctypes.addressof(stats))
+        core.mm_device_stats_get(allocator.table().device(0, error, len(error)), ctypes.addressof(stats))
         found["map, us a page"] = stats.map_nanoseconds / 1e3 / max(1, stats.maps)
         found["unmap, us a page"] = stats.unmap_nanoseconds / 1e3 / max(1, stats.unmaps)
     return found

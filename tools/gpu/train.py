@@ -272,9 +272,9 @@ def digest(model: nn.Module, losses: list[Tensor]) -> str:
 
 def native_figures() -> dict[str, int]:
     """Counters of the device and of the link below it."""
-    from memmgr.native import pager
+    from memmgr.native import binding
 
-    native = pager.load()
+    native = binding.load()
     figures: dict[str, int] = {}
     with contextlib.suppress(Exception):
         figures |= {f"device.{key}": value for key, value in native.device_stats().items()}
@@ -314,7 +314,7 @@ def budget(run: dict[str, Any]) -> Iterator[Any]:
     if PLAIN or not ({"budget", "of_activations", "of_need", "measure"} & run.keys()):
         yield None
         return
-    from memmgr.native import pager
+    from memmgr.native import binding
 
     limit = run.get("budget")
     if "of_activations" in run:
@@ -331,11 +331,11 @@ def budget(run: dict[str, Any]) -> Iterator[Any]:
     begun = time.perf_counter()
     with memmgr.budget(limit, device=DEVICE, quiet=True, **options) as mm:
         say(run=run["name"], event="opened", budget=limit, seconds=round(time.perf_counter() - begun, 3))
-        pager.load().leave_out(run.get("leave_out", 0))
+        binding.load().leave_out(run.get("leave_out", 0))
         try:
             yield mm
         finally:
-            pager.load().leave_out(0)
+            binding.load().leave_out(0)
 
 
 def forward_of(method: str, model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -541,10 +541,10 @@ def simulate() -> None:
     handles = importlib.import_module("memdev").start(mode="timed", memory_bytes=memory, hollow=True)
     os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
     if not PLAIN:
-        from memmgr.native import pager
+        from memmgr.native import binding
         from memmgr.native.build import load_core
 
-        pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0)
+        binding.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0)
         # Locked in the pieces of a GPU, and never touched.
         load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
     figures = _sibling("figures", "gpu")

@@ -190,13 +190,12 @@ def _compiler() -> Finding:
 
 def _native() -> Iterator[Finding]:
 
-    from memmgr import _cache
-    from memmgr.native import build, pager
+    from memmgr.native import binding, build, cache
 
     yield _compiler()
     begun = time.perf_counter()
     try:
-        library = Path(getattr(pager.load(), "__file__", ""))
+        library = Path(getattr(binding.load(), "__file__", ""))
     except build.NotBuiltError as why:
         yield Finding(
             "allocator",
@@ -210,10 +209,10 @@ def _native() -> Iterator[Finding]:
         return
     seconds = time.perf_counter() - begun
     how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"
-    folder, fallen_back = _cache.folder()
-    yield Finding("allocator", OK, f"{how}, kept in {folder} ({_cache.VARIABLE} names another folder)")
+    folder, fallen_back = cache.folder()
+    yield Finding("allocator", OK, f"{how}, kept in {folder} ({cache.VARIABLE} names another folder)")
     if fallen_back is not None:
-        lasting = f"set {_cache.VARIABLE} to a folder that lasts and can be written"
+        lasting = f"set {cache.VARIABLE} to a folder that lasts and can be written"
         yield Finding(
             "cache", WEAKER, f"{fallen_back}, so {folder} is used: compiled anew when that is emptied", lasting
         )
@@ -243,7 +242,7 @@ def _cuda(count: int) -> Iterator[Finding]:
     """The GPUs that this process may use, whether memmgr has their memory, and the link."""
     import torch
 
-    from memmgr import _cuda as allocator
+    from memmgr.native import cuda as allocator
 
     why = allocator.install()  # before anything below initialises CUDA
     for ordinal in range(count):

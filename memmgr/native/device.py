@@ -11,12 +11,13 @@ import os
 import psutil
 import torch
 
-from . import _cuda
-from .config.conf import ALLOCATORS, local_ranks, no_device
-from .config.machine import memory_bytes
-from .config.sizes import UNLIMITED
+from memmgr.config.conf import ALLOCATORS, local_ranks, no_device
+from memmgr.config.machine import memory_bytes
+from memmgr.config.sizes import UNLIMITED
 
-DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
+from . import cuda
+
+DRIVER_VARIABLE = cuda.DRIVER_VARIABLE
 # Page-locked memory is taken from the machine and no other process can use it: by default no more than a run of three
 # times its budget needs.
 HOST_TIER_BUDGETS = 2
@@ -35,7 +36,7 @@ def resolve(device: torch.device | str | None, allocator: str = "auto") -> torch
         raise ValueError(f"allocator: {allocator!r} is none of {', '.join(ALLOCATORS)}")
     if device is not None:
         chosen = _named(device)
-    elif _cuda.in_place():
+    elif cuda.in_place():
         # Without asking CUDA's runtime: in a script with MEMMGR_BUDGET this runs inside `import torch`.
         chosen = torch.device("cuda")
     else:
@@ -45,7 +46,7 @@ def resolve(device: torch.device | str | None, allocator: str = "auto") -> torch
         return torch.device("cpu")
     # A budget that is not kept would be worse than none.
     if chosen.type == "cuda" and torch.version.hip is None:
-        why = _cuda.manage(allocator)
+        why = cuda.manage(allocator)
         if why is not None:
             raise RuntimeError(f"memmgr: a budget on 'cuda' cannot be kept: {why}")
         return chosen

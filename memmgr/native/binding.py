@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypedDict, cast
 
 import torch
 
-from memmgr import _cache, _cuda
 from memmgr.config.torch_versions import unfit
 
+from . import cache, cuda
 from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources, prebuilt
 
 
@@ -255,7 +255,7 @@ def load() -> Pager:
     """
     global _loaded
     if _loaded is not None:
-        _loaded.use_plugin(_cuda.address())
+        _loaded.use_plugin(cuda.address())
         return _loaded
     sources = package_sources("pager", "pager.cpp")
     include = include_folder(sources)
@@ -264,7 +264,7 @@ def load() -> Pager:
     for file in sorted([*files, *(include / "memmgr").glob("*.h")]):
         digest.update(file.name.encode() + file.read_bytes())
     name = f"pager-{digest.hexdigest()[:20]}"
-    target = _cache.place(name, "_pager.so")
+    target = cache.place(name, "_pager.so")
     load_core()
     with contextlib.suppress(ImportError):  # made on a machine that is too unlike this one
         _loaded = _open(prebuilt(name))
@@ -291,7 +291,7 @@ def load() -> Pager:
             _loaded = _open(target)
         except ImportError as error:
             raise NotBuiltError(str(error)) from error
-    _loaded.use_plugin(_cuda.address())
+    _loaded.use_plugin(cuda.address())
     return _loaded
 
 

@@ -21,8 +21,8 @@ import torch
 
 from memmgr.config import conf
 
-from . import _cache
-from .native.build import NotBuiltError, compile_library, include_folder, load_core, package_sources
+from . import cache
+from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources
 
 INSTALL_VARIABLE = "MEMMGR_INSTALL"
 # How a device's memory is made: `mapped` (the default; pages as they are needed) or `plain` (one piece, taken at once).
@@ -177,7 +177,7 @@ def build() -> Path:
     for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h"), *(include / "memmgr").glob("*.h")]):
         digest.update(file.name.encode() + file.read_bytes())
     digest.update(f"{torch.__version__} {torch.version.cuda} {sysconfig.get_platform()}".encode())
-    target = _cache.place(f"cuda-{digest.hexdigest()[:20]}", "memmgr_cuda.so")
+    target = cache.place(f"cuda-{digest.hexdigest()[:20]}", "memmgr_cuda.so")
     if not target.is_file():
         headers = find_headers()
         compile_library(
