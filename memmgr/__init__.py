@@ -65,9 +65,9 @@ def _explained(error: Exception) -> Exception:
 def _install() -> None:
     """Enables the dispatch key (`native.dispatch`), and CUDA's allocator where there is CUDA (`native.cuda`). torch is there."""
     torch = sys.modules["torch"]
-    from ._exported import exported
     from .config.torch_versions import unfit
     from .native import dispatch
+    from .readers.exported import exported
 
     if not unfit(torch.__version__):
         dispatch.include()

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from memmgr._exported import exported
 from memmgr.native.binding import Addressed, Escape, Pager
 
+from .exported import exported
 from .inductor import PagedGraphs
 from .names import addressed_of, only_compares, pointers
 from .patches import Patches

@@ -25,8 +25,8 @@ from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.purposes import OWNERS, Purposes
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
-from memmgr.readers import Readers
 from memmgr.readers.captures import is_capturing
+from memmgr.readers.readers import Readers
 
 from .compiled import CompiledGraphs
 from .config import Config

@@ -161,7 +161,7 @@ std::vector<FormerCell>& former_cells() {
 }
 
 // Returns true if the address that was handed out is in use for as long as the storage lives (rule 9). Addresses of
-// NumPy and DLPack are recorded with their arrays (memmgr/_exported.py).
+// NumPy and DLPack are recorded with their arrays (memmgr/readers/exported.py).
 bool outlives_budget(Escape why) {
   return why == Escape::kPointer || why == Escape::kForeignWrite || why == Escape::kCaptured;
 }
