@@ -1,1 +1,1 @@
-"""Observations of a run: figures, its summary line, error texts, telemetry."""
+"""Observations of a run: figures, passes, the roles of tensors, the summary line, error texts, advice."""

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from types import FrameType
 
-from memmgr._stock import Census
+from .memory_inventory import Census
 
 _CALL = "_call_impl"  # of a module
 

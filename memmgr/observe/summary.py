@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from memmgr._advice import fixed_memory, own_checkpointing
 from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 
 from . import states
+from .advice import fixed_memory, own_checkpointing
 
 says_next = True
 """The summary names the next command when the process ends; `memmgr run` does that itself."""

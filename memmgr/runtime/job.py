@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memmgr._errors import rank_error
 from memmgr.common.errors import BudgetError, RankError
 from memmgr.common.threads import join
 from memmgr.native.binding import Pager
+from memmgr.observe.error_text import rank_error
 from memmgr.readers.patches import Patches
 
 from .member import LOOK_SECONDS, Figures, Member, Silence

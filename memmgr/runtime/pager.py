@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from memmgr._stock import Stock, live_tensors, saved_without_hooks
 from memmgr._telemetry import Telemetry
 from memmgr.common.errors import RecomputeError
 from memmgr.common.threads import Rationed
@@ -19,10 +18,11 @@ from memmgr.config.sizes import UNLIMITED
 from memmgr.native import binding as native
 from memmgr.native.binding import Order, Pager
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes
-from memmgr.observe.errors import Explainer
-from memmgr.observe.pager import PagerFigures
+from memmgr.observe.explainer import Explainer
+from memmgr.observe.memory_inventory import Stock, live_tensors, saved_without_hooks
 from memmgr.observe.passes import Pass, Passes
-from memmgr.observe.purposes import OWNERS, Purposes
+from memmgr.observe.roles import OWNERS, Purposes
+from memmgr.observe.stats import PagerFigures
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
 from memmgr.readers.captures import is_capturing

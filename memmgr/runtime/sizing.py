@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from memmgr._stock import Inventory, missing_states
 from memmgr.common.threads import Raiser, Stopped
 from memmgr.config.sizes import Need, show_size
 from memmgr.native.binding import PeriodInfo
+from memmgr.observe.memory_inventory import Inventory, missing_states
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
 from memmgr.config.sizes import show_size
 from memmgr.native import binding
 from memmgr.observe import rehearsal
+from memmgr.observe.error_text import Holdings, budget_error, failed_tier, torchs_own_words
 
 from .in_backward import in_backward
 from .there import bytes_already_there
@@ -192,7 +192,7 @@ def test_a_device_that_cannot_be_managed_is_refused(device: Any) -> None:
 
 def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
     """The optimizer ran out of memory in the middle of making them; the error says how much all of them will take."""
-    from memmgr._stock import missing_states
+    from memmgr.observe.memory_inventory import missing_states
 
     native = binding.load()
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import memmgr
-from memmgr._advice import advice
-from memmgr._errors import rank_error
+from memmgr.observe.advice import advice
+from memmgr.observe.error_text import rank_error
 from memmgr.policies import parse_policy
 
 

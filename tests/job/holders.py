@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import memmgr
-from memmgr._stock import holders
 from memmgr.native import binding as native
+from memmgr.observe.memory_inventory import holders
 
 from . import matrix, ranks
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import memmgr
 import memmgr.native.binding
-from memmgr._stock import holders
+from memmgr.observe.memory_inventory import holders
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import memmgr
-from memmgr import _stock
 from memmgr.native import binding
 from memmgr.native.binding import Pager
+from memmgr.observe import memory_inventory
 
 
 @contextmanager
@@ -90,10 +90,10 @@ def test_tuples_that_others_fill_are_left_alone() -> None:
     generator.
     """
     looks: dict[str, Callable[[Any], Any]] = {
-        "device": lambda native: _stock.live_tensors(_known(native), "cpu"),
-        "state": lambda native: _stock.holders(native, "cpu", rest=native.resident_cells()),
-        "param_groups": lambda native: _stock.missing_states(native, "cpu"),
-        "grad_fn": lambda native: _stock.saved_without_hooks(_known(native), "cpu"),
+        "device": lambda native: memory_inventory.live_tensors(_known(native), "cpu"),
+        "state": lambda native: memory_inventory.holders(native, "cpu", rest=native.resident_cells()),
+        "param_groups": lambda native: memory_inventory.missing_states(native, "cpu"),
+        "grad_fn": lambda native: memory_inventory.saved_without_hooks(_known(native), "cpu"),
     }
     for name, look in looks.items():
         asked: list[str] = []

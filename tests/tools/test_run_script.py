@@ -17,7 +17,7 @@ import forkserver
 import pytest
 from job.ranks import one_launcher
 
-from memmgr._advice import advice, own_checkpointing
+from memmgr.observe.advice import advice, own_checkpointing
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as verb
 

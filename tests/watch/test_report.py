@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memmgr._advice import more_budget
+from memmgr.observe.advice import more_budget
 from memmgr.tools import cli
 from memmgr.tools.view import top_text
 from memmgr.tools.view.run_state import RunState

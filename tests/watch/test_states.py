@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memmgr._advice import changes
+from memmgr.observe.advice import changes
 from memmgr.observe.states import flows, line
 from memmgr.tools.view import top_text as text
 from memmgr.tools.view.perfetto import trace

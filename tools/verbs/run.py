@@ -358,7 +358,7 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         return []  # a launcher: its child processes have printed the summary
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
-    from memmgr._advice import advice
+    from memmgr.observe.advice import advice
 
     lines = advice(stats, binary=binary)
     changed = {}

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from memmgr._advice import changes, no_change, own_checkpointing
 from memmgr.config.sizes import show_seconds
+from memmgr.observe.advice import changes, no_change, own_checkpointing
 from memmgr.observe.summary import figures
 from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time

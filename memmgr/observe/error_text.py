@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import OutOfMemoryError
-
-from .common.errors import BudgetError, RankError
-from .config.sizes import round_up, show_size
+from memmgr.common.errors import BudgetError, RankError
+from memmgr.config.sizes import round_up, show_size
 
 STATES = ("parameters", "buffers", "gradients", "optimizer state")
 # Without a tier: the bytes of a step besides the model's states, over those of the first few ops of its forward.
@@ -23,20 +21,6 @@ SPENT = "memmgr: the budget of "  # in the text of an allocator's error
 _OURS = re.compile(r"\s*memmgr: the budget of .*? is spent.*", re.DOTALL)
 _FAILED = re.compile(r"The (\w+) tier failed: (.+?)\.?$", re.MULTILINE)
 _FULL = "No space left on device"
-
-
-def of_torchs(spent: Callable[[str], BudgetError | None]) -> Callable[..., BaseException]:
-    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator becomes the result of `spent` on its text,
-    unless that is None.
-
-    All code of C++ that allocates outside of an op (`torch.tensor` of a list) ends with that class, and has no other hook.
-    """
-
-    def new(kind: type[OutOfMemoryError], *args: Any) -> BaseException:
-        ours = kind is OutOfMemoryError and len(args) == 1 and SPENT in str(args[0])
-        return (spent(str(args[0])) if ours else None) or RuntimeError.__new__(kind, *args)
-
-    return new
 
 
 _GONE = {
@@ -79,7 +63,7 @@ class Holdings:
     """The holders of the memory, and the states that are still to come.
 
     Attributes:
-        kinds: bytes by kind (see `_stock.holders`).
+        kinds: bytes by kind (see `memory_inventory.holders`).
         modules: parameters and buffers by module class, largest first, in bytes.
         missing_bytes: gradients and optimizer state that the first complete step will add.
         step_bytes: bytes that the optimizer takes in addition while it steps; 0 where there is no optimizer yet.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from memmgr.observe.states import flows
+from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 
-from .config.sizes import UNLIMITED, show_seconds, show_size
+from .states import flows
 
 WORTH_SAYING = 0.03
 """A share of the time: a smaller loss is not worth more memory."""

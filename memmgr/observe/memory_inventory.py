@@ -1,4 +1,4 @@
-"""Takes stock: torch's memory on the device before the allocator is in place, and its holders (design §4)."""
+"""Takes stock: torch's memory on the device before the allocator is in place, and its holders."""
 
 from __future__ import annotations
 

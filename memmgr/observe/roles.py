@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memmgr._stock import model_states, size_of
 from memmgr.common.threads import Rationed
 
+from .memory_inventory import model_states, size_of
 from .states import STATES
 
 OWNERS = (torch.nn.Module, torch.optim.Optimizer)

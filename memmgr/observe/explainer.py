@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from memmgr._advice import fixed_memory
-from memmgr._errors import (
+from memmgr.common.errors import BudgetError
+from memmgr.native.binding import Escape
+from memmgr.native.device import out_of_memory_words
+from memmgr.readers.patches import Patches
+
+from .advice import fixed_memory
+from .error_text import (
     SPENT,
     Ahead,
     Exports,
@@ -19,16 +24,10 @@ from memmgr._errors import (
     budget_error,
     failed_tier,
     is_full,
-    of_torchs,
     torchs_own_words,
 )
-from memmgr._stock import Census, Inventory, holders, missing_states, states_below, step_bytes, update_bytes
-from memmgr.common.errors import BudgetError
-from memmgr.native.binding import Escape
-from memmgr.native.device import out_of_memory_words
-from memmgr.readers.patches import Patches
-
 from .loops import Loop, loop_around
+from .memory_inventory import Census, Inventory, holders, missing_states, states_below, step_bytes, update_bytes
 from .passes import Passes
 from .rehearsal import Rehearsal, in_step, module_call, transformed
 
@@ -74,6 +73,20 @@ class Native(Inventory, Protocol):
     def tier_stats(self) -> dict[str, int]: ...
     def resident_cells(self) -> list[tuple[int, int]]: ...
     def resident(self) -> int: ...
+
+
+def of_torchs(spent: Callable[[str], BudgetError | None]) -> Callable[..., BaseException]:
+    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator becomes the result of `spent` on its text,
+    unless that is None.
+
+    All code of C++ that allocates outside of an op (`torch.tensor` of a list) ends with that class, and has no other hook.
+    """
+
+    def new(kind: type[torch.OutOfMemoryError], *args: Any) -> BaseException:
+        ours = kind is torch.OutOfMemoryError and len(args) == 1 and SPENT in str(args[0])
+        return (spent(str(args[0])) if ours else None) or RuntimeError.__new__(kind, *args)
+
+    return new
 
 
 class Explainer:

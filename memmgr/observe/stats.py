@@ -11,7 +11,7 @@ import torch
 from memmgr.policies import Policy
 
 from .passes import Passes
-from .purposes import Purposes
+from .roles import Purposes
 from .states import STATES
 from .summary import fragmentation
 
