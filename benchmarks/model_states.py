@@ -53,7 +53,7 @@ from _turns import in_turns, take_turns
 
 import memmgr
 from memmgr import _budget
-from memmgr._trace_file import read_trace
+from memmgr.telemetry.trace_file import read_trace
 
 TOKENS = 12
 PIECE = 4 << 20

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 import memmgr
-from memmgr import _stream
+from memmgr.telemetry import stream
 from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
@@ -144,7 +144,7 @@ def main() -> None:
     share: dict[str, list[float]] = {name: [] for name in SETTINGS}
     limit = int(need(args.quick) * args.share)
     with memmgr.budget(limit, quiet=True):
-        address = str(_stream.socket_of(os.getpid()))
+        address = str(stream.socket_of(os.getpid()))
         reader = subprocess.Popen(
             [sys.executable, "-S", "-c", _READER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -96,7 +96,7 @@ _COUNTED = (
 
 
 class PagerFigures:
-    """A `memmgr._telemetry.About`, and the figures of `memmgr.stats()`.
+    """A `memmgr.telemetry.publisher.About`, and the figures of `memmgr.stats()`.
 
     Args:
         escaped: says where addresses were handed out for good, and how often (rule 9).

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from memmgr._telemetry import Telemetry
 from memmgr.common.errors import RecomputeError
 from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
@@ -27,6 +26,7 @@ from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
 from memmgr.readers.captures import is_capturing
 from memmgr.readers.readers import Readers
+from memmgr.telemetry.publisher import Telemetry
 
 from .compiled import CompiledGraphs
 from .config import Config

@@ -8,14 +8,14 @@ import threading
 import warnings
 from pathlib import Path
 
-from memmgr import _own_file
-from memmgr._consumers import log_path
-from memmgr._telemetry import Telemetry
-from memmgr._trace_file import write_trace
 from memmgr.common.threads import join
 from memmgr.native.binding import Pager
 from memmgr.observe.ranks import where_in_job
 from memmgr.policies.trace import Trace, TraceError
+from memmgr.telemetry import exclusive_output
+from memmgr.telemetry.consumers import log_path
+from memmgr.telemetry.publisher import Telemetry
+from memmgr.telemetry.trace_file import write_trace
 
 from .plans import Plans
 from .rounds import Rounds
@@ -63,7 +63,7 @@ class TraceFile:
         if "RANK" not in os.environ and (about["world_size"] or 1) > 1:  # no launcher: the process group says it
             path = path.with_suffix(f".rank{about['rank']}{path.suffix}")
         try:
-            self.path, self._own = _own_file.begin(path)
+            self.path, self._own = exclusive_output.begin(path)
             write_trace(self.path, trace, about if about["rank"] is not None else None)
         except OSError as error:
             self.error = error.strerror or str(error)

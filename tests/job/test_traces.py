@@ -11,7 +11,7 @@ from typing import Any
 import forkserver
 import pytest
 
-from memmgr._trace_file import read_about, read_trace
+from memmgr.telemetry.trace_file import read_about, read_trace
 from memmgr.tools import cli
 from memmgr.tools.view.simulate_job import waiting_seconds
 

@@ -17,7 +17,6 @@ from torch import nn
 
 import memmgr
 from memmgr import _budget
-from memmgr._trace_file import read_trace, write_trace
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.rules.registry import parse_policy
@@ -25,6 +24,7 @@ from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import OpKind, Trace
 from memmgr.policies.trace.schedule import replay
 from memmgr.runtime.timeline import BETWEEN
+from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools import cli
 
 TINY: dict[str, Callable[[], models.Training]] = {

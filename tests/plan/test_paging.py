@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memmgr._trace_file import read_trace, write_trace
 from memmgr.policies.plan.paging import Paged, least_seconds, paged
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceBuilder, TraceError
 from memmgr.policies.trace.schedule import Cost, Do, Step, replay
+from memmgr.telemetry.trace_file import read_trace, write_trace
 
 LINK = TierLink("disk", 1000.0, 1000.0, shared=True)
 

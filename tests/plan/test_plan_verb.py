@@ -14,10 +14,10 @@ import forkserver
 import pytest
 import torch
 
-from memmgr._trace_file import read_trace
 from memmgr.policies.plan import planner
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.plan import Plan
+from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools import cli
 from memmgr.tools.bench import measure
 from memmgr.tools.common import make_step, outlook

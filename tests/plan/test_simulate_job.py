@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from memmgr._trace_file import read_about, write_trace
 from memmgr.policies.trace import Op, OpKind, Trace
+from memmgr.telemetry.trace_file import read_about, write_trace
 from memmgr.tools import cli
 from memmgr.tools.view import simulate_job
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from memmgr._trace_file import write_trace
 from memmgr.policies.published.systems import OFFLOADING, RECOMPUTING
 from memmgr.policies.trace import Trace
 from memmgr.policies.trace.schedule import Do, Step, replay
+from memmgr.telemetry.trace_file import write_trace
 from memmgr.tools import cli
 from memmgr.tools.common.dtr_log import read_dtr_log
 from memmgr.tools.verbs import simulate as verb

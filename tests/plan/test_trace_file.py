@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from memmgr._trace_file import read_trace, write_trace
 from memmgr.policies.trace import HELD, TierLink, Trace, TraceError
+from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools.common.dtr_log import parse_dtr_log
 
 from .synthetic import network

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from memmgr import _budget, _stream
+from memmgr import _budget
+from memmgr.telemetry import stream
 
 LIMIT = 8_000_000
 """In bytes: less than the step needs unmanaged, more than its floor."""
@@ -61,7 +62,7 @@ class Watching:
     """A reader in this process. The stream's thread serves it while the test waits."""
 
     def __init__(self, pid: int | None = None, **request: Any) -> None:
-        self.socket: socket.socket = _stream.connect(pid or os.getpid(), 10.0)
+        self.socket: socket.socket = stream.connect(pid or os.getpid(), 10.0)
         self._rest = b""
         if request:
             self.socket.sendall(json.dumps(request).encode() + b"\n")

@@ -22,8 +22,8 @@ import torch
 from exactness.harness import Record, assert_left_clean, assert_same, global_state, reference
 
 import memmgr
-from memmgr import _stream
-from memmgr._consumers import log_path
+from memmgr.telemetry import stream
+from memmgr.telemetry.consumers import log_path
 
 from .reading import LIMIT, Watching, manager, training, wait_until
 
@@ -61,12 +61,12 @@ def finish(process: subprocess.Popen[str]) -> int:
 def test_the_address_is_private_and_goes_with_the_budget(runtime: Path) -> None:
     before = global_state()
     with memmgr.budget(LIMIT, quiet=True):
-        path = _stream.socket_of(os.getpid())
+        path = stream.socket_of(os.getpid())
         assert path.parent == runtime / "memmgr" and stat.S_ISSOCK(path.stat().st_mode)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert _stream.processes() == [os.getpid()]
+        assert stream.processes() == [os.getpid()]
         training()()
-    assert list(runtime.iterdir()) == [] and _stream.processes() == []
+    assert list(runtime.iterdir()) == [] and stream.processes() == []
     assert_left_clean(before)
 
 
@@ -124,15 +124,15 @@ def test_without_a_runtime_folder_the_temporary_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with memmgr.budget(LIMIT, quiet=True, disk=False):
-        assert _stream.socket_of(os.getpid()).parent == deep / f"memmgr-{os.getuid()}"
-        assert _stream.processes() == [os.getpid()]
+        assert stream.socket_of(os.getpid()).parent == deep / f"memmgr-{os.getuid()}"
+        assert stream.processes() == [os.getpid()]
         with Watching() as watching:
             assert watching.next("hello")["pid"] == os.getpid()
     assert list(deep.iterdir()) == []
 
 
 def test_stale_sockets_are_removed_and_busy_ones_are_not(runtime: Path) -> None:
-    folder = _stream.private_folder()
+    folder = stream.private_folder()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for name in (f"{gone.pid}.sock", f"{gone.pid}.new", f"{os.getpid()}.sock"):  # the last: of an earlier process
@@ -149,14 +149,14 @@ def test_stale_sockets_are_removed_and_busy_ones_are_not(runtime: Path) -> None:
             filler.connect(str(folder / "77.sock"))
         except BlockingIOError:
             break
-    assert _stream.processes() == [77]
+    assert stream.processes() == [77]
     assert sorted(path.name for path in folder.iterdir()) == ["77.sock", "notes.txt"]
     for each in (busy, *fillers):
         each.close()
 
 
 def test_the_next_budget_removes_what_a_killed_process_left(runtime: Path) -> None:
-    folder = _stream.private_folder()
+    folder = stream.private_folder()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for name in (f"{gone.pid}.sock", f"{gone.pid}.new"):
@@ -171,13 +171,13 @@ def test_the_next_budget_removes_what_a_killed_process_left(runtime: Path) -> No
 
 def test_a_killed_process_leaves_an_address_that_the_next_look_removes(runtime: Path) -> None:
     process = child("time.sleep(60)")
-    assert _stream.processes() == [process.pid]
+    assert stream.processes() == [process.pid]
     process.send_signal(signal.SIGKILL)
     finish(process)
     assert (runtime / "memmgr" / f"{process.pid}.sock").exists()
-    with pytest.raises(_stream.Unreachable, match="there is no process"):
-        _stream.connect(process.pid)
-    assert _stream.processes() == []
+    with pytest.raises(stream.Unreachable, match="there is no process"):
+        stream.connect(process.pid)
+    assert stream.processes() == []
     assert not (runtime / "memmgr" / f"{process.pid}.sock").exists()
 
 
@@ -191,10 +191,10 @@ def test_a_process_that_exits_with_its_budget_open_takes_its_address_away(runtim
 
 
 def test_who_cannot_be_reached_is_told_why() -> None:
-    with pytest.raises(_stream.Unreachable, match="there is no process"):
-        _stream.connect(2**22 + 1)
-    with pytest.raises(_stream.Unreachable, match="no open memmgr budget"):
-        _stream.connect(os.getpid())
+    with pytest.raises(stream.Unreachable, match="there is no process"):
+        stream.connect(2**22 + 1)
+    with pytest.raises(stream.Unreachable, match="no open memmgr budget"):
+        stream.connect(os.getpid())
 
 
 # -- forks --
@@ -226,7 +226,7 @@ def test_a_forked_child_neither_serves_nor_unlinks(runtime: Path, tmp_path: Path
         assert os.waitstatus_to_exitcode(status) == 0
         step()
         assert watching.next("sample", after=manager().telemetry._now())["type"] == "sample"
-        assert _stream.processes() == [os.getpid()]
+        assert stream.processes() == [os.getpid()]
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["type"] == "end" and [line["type"] for line in lines].count("hello") == 1
 
@@ -243,7 +243,7 @@ def test_a_forked_child_that_exits_in_the_ordinary_way(runtime: Path) -> None:
     process = child(body)
     assert process.stdout is not None
     assert process.stdout.readline() == "forked\n"
-    assert _stream.processes() == [process.pid]
+    assert stream.processes() == [process.pid]
     with Watching(process.pid) as watching:
         assert watching.next("hello")["pid"] == process.pid
     process.communicate("\n", timeout=60)
@@ -304,7 +304,7 @@ def test_the_log_has_the_cells_of_its_highest_moment(tmp_path: Path) -> None:
 
 
 def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
-    from memmgr._consumers import Log
+    from memmgr.telemetry.consumers import Log
 
     log = Log(tmp_path / "run.jsonl")
     written = 0
@@ -385,7 +385,7 @@ def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch)
     def fail(telemetry: Any, wanting: Any) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("memmgr._telemetry.Telemetry._map", fail)
+    monkeypatch.setattr("memmgr.telemetry.publisher.Telemetry._map", fail)
     with (
         pytest.warns(RuntimeWarning, match="the telemetry failed") as warned,
         memmgr.budget(LIMIT, quiet=True),
@@ -412,7 +412,7 @@ def test_what_is_told_at_the_end_may_be_an_error_there(runtime: Path) -> None:
 
 
 def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
-    from memmgr._consumers import Log
+    from memmgr.telemetry.consumers import Log
 
     log = Log(tmp_path / "run.jsonl")
     hours = 24 * 3600.0

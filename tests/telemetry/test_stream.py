@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _stream
-from memmgr._consumers import QUEUE_LINES, Reader, dumps
-from memmgr._telemetry import MAP_STATES, MOST_READERS
+from memmgr.telemetry import stream
+from memmgr.telemetry.consumers import QUEUE_LINES, Reader, dumps
+from memmgr.telemetry.publisher import MAP_STATES, MOST_READERS
 
 from .reading import LIMIT, Watching, manager, training, wait_until
 
@@ -52,7 +52,7 @@ def test_a_reader_gets_hello_samples_events_and_the_end() -> None:
             mm.__exit__(None, None, None)
             reader.join(10)
             assert not reader.is_alive()
-    assert hello["protocol"] == _stream.PROTOCOL and hello["pid"] == os.getpid() and hello["budget_bytes"] == LIMIT
+    assert hello["protocol"] == stream.PROTOCOL and hello["pid"] == os.getpid() and hello["budget_bytes"] == LIMIT
     assert hello["map_states"] == list(MAP_STATES) and hello["policy"] == "auto"
     assert 0 < sample["resident_bytes"] <= LIMIT
     assert sample["unmanaged_bytes"] == sample["resident_bytes"] + sample["evicted_bytes"] + sample["offloaded_bytes"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from memmgr import _stream
+from memmgr.telemetry import stream
 
 BUDGET = 8_000_000
 STATES = ["free", "other", "saved", "held", "leaving", "arriving", "hole"]
@@ -42,7 +42,7 @@ def stats(**changed: float) -> dict[str, Any]:
 def hello(pid: int = 4242, **changed: Any) -> dict[str, Any]:
     found = {
         "type": "hello",
-        "protocol": _stream.PROTOCOL,
+        "protocol": stream.PROTOCOL,
         "memmgr": "0.1.0",
         "torch": "2.13.0",
         "python": "3.11.9",
@@ -185,7 +185,7 @@ def written(path: Path, found: list[dict[str, Any]]) -> Path:
 @contextmanager
 def served(pid: int, found: list[dict[str, Any]], *, hang_up: bool = False) -> Iterator[None]:
     """A socket at that process's address that sends these lines to everybody."""
-    path = _stream.private_folder() / f"{pid}.sock"
+    path = stream.private_folder() / f"{pid}.sock"
     kept: list[socket.socket] = []
     data = "".join(json.dumps(line) + "\n" for line in found).encode()
     with socket.socket(socket.AF_UNIX) as server:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr._trace_file import read_trace, write_trace
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
+from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools import cli
 from memmgr.tools.view.period import BEFORE, MOST_BANDS, NOBODY, period
 

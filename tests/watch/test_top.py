@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from memmgr import _stream
+from memmgr.telemetry import stream
 from memmgr.tools import cli
 from memmgr.tools.verbs import top
 from memmgr.tools.view.attach import Attached
@@ -96,7 +96,7 @@ def test_no_permission(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with lines.served(os.getpid(), lines.lines()):
-        monkeypatch.setattr(_stream, "_at", refuse)  # not by the file's mode: root may connect to anything
+        monkeypatch.setattr(stream, "_at", refuse)  # not by the file's mode: root may connect to anything
         assert "no permission to reach" in _fails(capsys, str(os.getpid()), "--once")
 
 
@@ -131,7 +131,7 @@ def _app(follow: bool = False) -> Any:
     pytest.importorskip("textual", reason="the full screen is the extra `top`")
     from memmgr.tools.view.top_app import TopApp
 
-    attached = [Attached(pid, REQUEST) for pid in _stream.processes()]
+    attached = [Attached(pid, REQUEST) for pid in stream.processes()]
     return TopApp(attached, interval=0.1, follow=follow)
 
 

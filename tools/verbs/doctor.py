@@ -342,10 +342,10 @@ def _environment() -> Iterator[Finding]:
     if os.environ.get("MEMMGR_TELEMETRY") == "0":
         yield Finding("telemetry", WEAKER, "MEMMGR_TELEMETRY=0: memmgr top sees nothing", "unset it")
         return
-    from memmgr import _stream
+    from memmgr.telemetry import stream
 
     try:
-        folder = _stream.private_folder()
+        folder = stream.private_folder()
     except OSError as error:
         yield Finding(
             "telemetry",

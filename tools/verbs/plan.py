@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             _say(f"{len(unknown)} kinds of op are not in the table of {rates.name}: told from its rates")
         on.append(_On(rates, trace, link))
     if args.trace:
-        from memmgr._trace_file import write_trace
+        from memmgr.telemetry.trace_file import write_trace
 
         try:
             write_trace(args.trace, on[0].trace)

@@ -20,8 +20,8 @@ import json
 import sys
 from pathlib import Path
 
-from memmgr._trace_file import is_trace, read_trace
 from memmgr.policies.trace import Trace, TraceError
+from memmgr.telemetry.trace_file import is_trace, read_trace
 from memmgr.tools.common.outputs import check_output, write_whole
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot

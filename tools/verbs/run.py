@@ -366,8 +366,8 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2
         changed["budget"] = _round_up(middle, above=0)
     if args.log is not None:
-        from memmgr._consumers import log_path
         from memmgr.observe.summary import next_command
+        from memmgr.telemetry.consumers import log_path
 
         lines.append(next_command(log_path(args.log)))
     else:

@@ -37,7 +37,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memmgr._trace_file import read_trace
 from memmgr.config.did_you_mean import meant
 from memmgr.config.sizes import UNLIMITED, Need, parse_budget, parse_share
 from memmgr.policies.online.policy import run_online
@@ -51,6 +50,7 @@ from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
+from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
 from memmgr.tools.common.outputs import check_output, quiet_output, write_whole

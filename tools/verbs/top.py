@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from memmgr import _stream
+from memmgr.telemetry import stream
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import top_text as text
@@ -137,7 +137,7 @@ def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
         if args.pid is not None:
             found.append(Attached(args.pid, _request(args)))
         else:
-            for pid in _stream.processes():
+            for pid in stream.processes():
                 with suppress(UsageError):  # it ended meanwhile
                     found.append(Attached(pid, _request(args)))
             if not found:

@@ -94,7 +94,7 @@ def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]
     if trace is None or traced is None or traced.path is None:
         passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
-    from memmgr._consumers import log_path
+    from memmgr.telemetry.consumers import log_path
 
     peak, _ = trace.unmanaged_peak
     name = str(traced.path) if os.path.isabs(args.out) else os.path.relpath(traced.path)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memmgr import _stream
+from memmgr.telemetry import stream
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view.run_state import RunState, parse_line
 
@@ -35,8 +35,8 @@ class Attached:
         self._rest = b""
         self._heard = time.monotonic()
         try:
-            self._socket: socket.socket = _stream.connect(pid)
-        except _stream.Unreachable as error:
+            self._socket: socket.socket = stream.connect(pid)
+        except stream.Unreachable as error:
             raise UsageError(str(error)) from None
         self._socket.setblocking(False)
         self.ask(request)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memmgr._stream import PROTOCOL
 from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 from memmgr.observe.states import KINDS, Flows, flows
+from memmgr.telemetry.stream import PROTOCOL
 from memmgr.tools.common.usage_error import UsageError
 
 LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memmgr._trace_file import is_trace, read_about, read_trace
 from memmgr.config.sizes import UNLIMITED, parse_limit, show_seconds, show_size
 from memmgr.policies.plan.split import Curve, Limit, Split, equal, split, spread
 from memmgr.policies.trace import Trace
+from memmgr.telemetry.trace_file import is_trace, read_about, read_trace
 from memmgr.tools.common.console import ProgressBar, table
 
 TENTHS = range(10, 0, -1)

@@ -15,7 +15,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from memmgr import _stream
+from memmgr.telemetry import stream
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import Attached
@@ -137,7 +137,7 @@ class TopApp(App[None]):
 
     def _look_for_more(self) -> None:
         known = {one.watched.pid for one in self._attached if not one.over}
-        for pid in _stream.processes():
+        for pid in stream.processes():
             if pid not in known:
                 request = {"interval_seconds": self._interval, "want": ["cells", "map", "holders"], "cells": 200}
                 try:

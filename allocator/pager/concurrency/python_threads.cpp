@@ -57,7 +57,7 @@ bool waits_in(PyObject* frame, std::string_view function) {
                                                                                {"socket", "accept"},
                                                                                {"socket", "readinto"},
                                                                                {"multiprocessing.connection", "_recv"},
-                                                                               {"memmgr._telemetry", "_round"},
+                                                                               {"memmgr.telemetry.publisher", "_round"},
                                                                                {"memmgr.runtime.periods", "_loop"},
                                                                                {"memmgr.runtime.ranking", "_loop"}};
   const std::string module = module_of(frame);

@@ -20,12 +20,13 @@ from typing import Any, Protocol
 
 import torch
 
-from . import _modules as modules_
-from . import _stream
-from ._consumers import Consumer, Log, Reader, dumps, log_path
-from ._modules import Modules
-from .common.threads import join
-from .observe.ranks import where_in_job
+from memmgr.common.threads import join
+from memmgr.observe.ranks import where_in_job
+
+from . import modules as modules_
+from . import stream
+from .consumers import Consumer, Log, Reader, dumps, log_path
+from .modules import Modules
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
 """The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
@@ -118,7 +119,7 @@ class Telemetry:
             self._log = Log(self._log_wanted)
         if os.environ.get("MEMMGR_TELEMETRY", "1") != "0":
             try:
-                self._server, self._path = _stream.listen()
+                self._server, self._path = stream.listen()
             except OSError as error:
                 self.no_socket = str(error)
         if self._server is None and self._log is None:
@@ -178,7 +179,7 @@ class Telemetry:
         """Removes the socket's file, if it is this process's."""
         _open.discard(self)
         if self._path is not None and os.getpid() == self._pid:
-            _stream.remove(self._path)
+            stream.remove(self._path)
             self._path = None
 
     def in_child(self) -> None:
@@ -358,7 +359,7 @@ class Telemetry:
     def _hello(self) -> dict[str, Any]:
         return {
             "type": "hello",
-            "protocol": _stream.PROTOCOL,
+            "protocol": stream.PROTOCOL,
             "memmgr": sys.modules["memmgr"].__version__,
             "torch": str(torch.__version__),
             "python": sys.version.split()[0],

@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from . import _own_file
+from . import exclusive_output
 
 QUEUE_LINES = 256
 QUEUE_BYTES = 4 << 20
@@ -145,7 +145,7 @@ class Log(Consumer):
         self._samples = 0
         self._cell_lines = 0
         self._saved = self._most_saved = 0
-        self.path, self._fd = _own_file.begin(path)
+        self.path, self._fd = exclusive_output.begin(path)
 
     def send(self, data: bytes, *, sample: bool = False) -> None:
         """Writes the line whole. A failed write ends the log, never the run."""

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .observe.memory_inventory import model_states, size_of
+from memmgr.observe.memory_inventory import model_states, size_of
 
 LEARNED_PASSES = 4  # at a time: programs alternate
 
