@@ -14,6 +14,7 @@ import torch
 from memmgr.common.errors import RecomputeError
 from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
+from memmgr.distributed.job import Job
 from memmgr.native import binding as native
 from memmgr.native.binding import Order, Pager
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes
@@ -31,7 +32,6 @@ from memmgr.telemetry.publisher import Telemetry
 from .compiled import CompiledGraphs
 from .config import Config
 from .dynamo import in_compiled_function, skip_ours
-from .job import Job
 from .left import ModuleNames
 from .periods import Periods, TraceFile
 from .plans import Plans

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from exactness.harness import HUGE_BYTES, assert_same, managed, need, reference
 
 import memmgr
-from memmgr.runtime.job import _budget_error
+from memmgr.distributed.job import _budget_error
 
 from . import matrix, ranks
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memmgr
-from memmgr.runtime import job, member
+from memmgr.distributed import job, rank_session
 
 from . import ranks
 
@@ -95,7 +95,7 @@ def _train(model: nn.Module, here: bool, trouble: str, folder: Path) -> None:
             return
         if here and step == STEP:
             if trouble in STOPPED:
-                time.sleep(3 * member.LOOK_SECONDS)  # all have heard where the others listen
+                time.sleep(3 * rank_session.LOOK_SECONDS)  # all have heard where the others listen
             (folder / "when").write_text(str(time.time()))
             if trouble in KILLED:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -132,7 +132,7 @@ def main(rank: int, world: int, folder: Path, kind: str, trouble: str) -> None:
     join = ranks.join_with_store if trouble in WITH_STORE else ranks.join
     join(rank, world, folder, 60)
     if trouble == "lost":
-        member._place = lambda: f"host {rank}"
+        rank_session._place = lambda: f"host {rank}"
     os.environ["MEMMGR_PAGER_SMALL"] = "512"  # so that there is a floor
     served = Served(rank, world, folder)
     model = _model(kind, world)

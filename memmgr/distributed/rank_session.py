@@ -55,7 +55,7 @@ class Silence:
         return 0 < self._seconds <= self._lasted
 
 
-class Member:
+class RankSession:
     """This process as a rank of one process group. Outlives budgets."""
 
     def __init__(self) -> None:

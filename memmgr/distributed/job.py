@@ -27,7 +27,7 @@ from memmgr.native.binding import Pager
 from memmgr.observe.error_text import rank_error
 from memmgr.readers.patches import Patches
 
-from .member import LOOK_SECONDS, Figures, Member, Silence
+from .rank_session import LOOK_SECONDS, Figures, RankSession, Silence
 
 GRACE_SECONDS = 2.0
 NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before a rank knows whose
@@ -63,7 +63,7 @@ class Job:
         self._quiet = quiet
         self._binary = binary
         self._patches = Patches()
-        self._member: Member | None = None
+        self._member: RankSession | None = None
         self._threads: list[threading.Thread] = []
         self._leaving = threading.Event()
         self._heard = threading.Event()
@@ -135,7 +135,7 @@ class Job:
             if _member is None or _member.group is not dist.group.WORLD:
                 if _member is not None:
                     _member.forget()
-                _member = Member()
+                _member = RankSession()
             _member.opens()
         except Exception:  # a store that cannot do this: the run goes on without
             return
@@ -172,7 +172,7 @@ class Job:
 
     # -- the threads --
 
-    def _watch(self, member: Member, silence: Silence) -> None:
+    def _watch(self, member: RankSession, silence: Silence) -> None:
         while not self._leaving.is_set():
             try:
                 trouble = self._look(member, silence)
@@ -186,18 +186,18 @@ class Job:
                 return
             self._leaving.wait(LOOK_SECONDS)
 
-    def _watch_store(self, member: Member, silence: Silence) -> None:
+    def _watch_store(self, member: RankSession, silence: Silence) -> None:
         # Where its host has vanished a question to it never ends, so the thread that asks cannot tell.
         while not self._leaving.wait(LOOK_SECONDS) and not self._heard.is_set():
             if silence.is_too_long(self._pager.beats()) and (host := member.host()) is not None:
                 self._hear(member, {"rank": host, "error": "", "text": "", "how": "store"})
 
-    def _hear(self, member: Member, trouble: dict[str, Any]) -> None:
+    def _hear(self, member: RankSession, trouble: dict[str, Any]) -> None:
         self._trouble = trouble
         self._heard.set()
         self._abort(member)
 
-    def _look(self, member: Member, silence: Silence) -> dict[str, Any] | None:
+    def _look(self, member: RankSession, silence: Silence) -> dict[str, Any] | None:
         member.look_around()
         trouble = member.next_trouble()
         if trouble is None and (trouble := member.lost_neighbour(silence)) is not None:
@@ -210,7 +210,7 @@ class Job:
                     break
         return trouble
 
-    def _abort(self, member: Member) -> None:
+    def _abort(self, member: RankSession) -> None:
         cut = member.cut_accepted if self._without_store() else member.cut_connections
         if self._leaving.wait(GRACE_SECONDS):
             return
@@ -222,7 +222,7 @@ class Job:
                 cut()
 
 
-_member: Member | None = None
+_member: RankSession | None = None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
