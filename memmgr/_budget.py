@@ -38,7 +38,7 @@ from .config.variables import refuse_unknown
 from .native.build import NotBuiltError
 from .observe.summary import figures
 from .runtime.config import SILENT_SECONDS, Config, default_folder
-from .runtime.pager import PagerRuntime
+from .runtime.session import PagerRuntime
 
 refuse_unknown()  # where torch has not loaded its entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 

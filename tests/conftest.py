@@ -76,9 +76,9 @@ def _stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that other files have imported are frozen (`_nothing_stays`), and each budget would look through them
     again.
     """
-    from memmgr.runtime import pager
+    from memmgr.runtime import session
 
-    monkeypatch.setattr(pager, "_thaw", lambda: None)
+    monkeypatch.setattr(session, "_thaw", lambda: None)
 
 
 @pytest.fixture(autouse=True)

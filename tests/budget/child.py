@@ -132,9 +132,9 @@ def main() -> None:
     except torch.OutOfMemoryError as error:
         result["error"] = f"{type(error).__name__}: {error}"
         kept = error
-    if "memmgr.runtime.pager" in sys.modules:
+    if "memmgr.runtime.session" in sys.modules:
         result["stats"] = {k: v for k, v in sys.modules["memmgr"].stats().items() if isinstance(v, int | float)}
-    result["memmgr"] = "memmgr.runtime.pager" in sys.modules
+    result["memmgr"] = "memmgr.runtime.session" in sys.modules
     result["io"] = {k: v - io_before[k] for k, v in io_counters().items()}
     if SPEC.get("after"):  # ordinary work after the budget's end
         with contextlib.suppress(Deliberate):

@@ -331,9 +331,9 @@ def test_a_budget_in_a_generator_that_nobody_ends_closes_with_the_interpreter() 
 
 BEFORE_IT_IS_OPEN = """
 import memmgr
-from memmgr.runtime import pager
+from memmgr.runtime import session
 
-pager.is_capturing = lambda device: True
+session.is_capturing = lambda device: True
 memmgr.budget("1GB").__enter__()
 """
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memmgr.runtime import pager as runtime
 from memmgr.runtime import plans
+from memmgr.runtime import session as runtime
 
 from . import cases, children
 

@@ -79,10 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     done = ended(Path(SETTINGS.results))
     items[:] = [item for item in chosen if item.nodeid not in done]
     if SETTINGS.leaving:
-        from memmgr.runtime import pager
+        from memmgr.runtime import session
 
         # Each budget takes stock of the heap. Objects of the imports need not be walked for each test.
-        pager._thaw = lambda: None
+        session._thaw = lambda: None
     gc.collect()
     gc.freeze()
 

@@ -30,7 +30,7 @@ from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as run_verb
 
 if TYPE_CHECKING:
-    from memmgr.runtime.pager import PagerRuntime
+    from memmgr.runtime.session import PagerRuntime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
