@@ -52,7 +52,7 @@ from _training import SIZES, VARIANTS, digest_of
 from _turns import in_turns, take_turns
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.telemetry.trace_file import read_trace
 
 TOKENS = 12
@@ -156,7 +156,7 @@ def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe:
         before, device = mm.stats() if mm is not None else {}, device_bytes()
         turns = take_turns(workload, pipe)
         if mm is not None:
-            now, runtime = mm.stats(), _budget.current()
+            now, runtime = mm.stats(), budgets.current()
             made = runtime.plans.latest() if runtime is not None else None
             told = {key: (now[key] - before[key]) / turns for key in ("offload_bytes", "reload_bytes", "stall_seconds")}
             told["device_bytes"] = (device_bytes() - device) / turns

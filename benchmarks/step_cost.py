@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs wi
 from _training import MODELS
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 
 WARM_STEPS = 8
 ROUNDS = 15
@@ -122,7 +122,7 @@ def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
             keys = ("evictions", "recomputes", "recompute_seconds", "stall_seconds", "planned_passes", "offload_bytes")
             told = {f"{key}_per_step": (after[key] - before[key]) / max(1, steps) for key in keys}
             told["peak_of_limit"] = after["resident_bytes.peak"] / after["budget_bytes"]
-            runtime: Any = _budget.current()
+            runtime: Any = budgets.current()
             plan = runtime.plans.latest()
             if plan is not None:
                 told |= {"predicted": plan.overhead, "bound": plan.lower_bound}

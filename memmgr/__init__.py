@@ -6,9 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._budget import budget, stats
-    from ._managed import ManagedTensor, manage
-    from ._pin import pin
+    from .api.budget import budget, stats
+    from .api.manage import ManagedTensor, manage
+    from .api.pin import pin
     from .common.errors import BudgetError, RankError, RecomputeError
 
 __version__ = "0.1.0"
@@ -28,14 +28,14 @@ __all__ = [
 # `import torch` imports this package for its entry point (`_environ`), in every process of the environment. The other
 # modules are loaded at their first use, so that only programs that use them pay for it.
 _HOMES = {
-    "budget": "_budget",
-    "stats": "_budget",
+    "budget": "api.budget",
+    "stats": "api.budget",
     "BudgetError": "common.errors",
     "RankError": "common.errors",
     "RecomputeError": "common.errors",
-    "ManagedTensor": "_managed",
-    "manage": "_managed",
-    "pin": "_pin",
+    "ManagedTensor": "api.manage",
+    "manage": "api.manage",
+    "pin": "api.pin",
 }
 
 

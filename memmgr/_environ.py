@@ -34,9 +34,9 @@ def autoload() -> None:
                     sys.modules.pop(name, None)
             return
         package._install()
-        from . import _autostart  # nothing of ours is imported when the variable is unset
+        from .api import autostart  # nothing of ours is imported when the variable is unset
 
-        _autostart.autostart()
+        autostart.autostart()
     except Exception as error:
         if "MEMMGR_BUDGET" in os.environ:
             from .config.conf import give_up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from memmgr._budget import last
+from memmgr.api.budget import last
 from memmgr.config.sizes import UNLIMITED
 from memmgr.observe.interval import Interval
 

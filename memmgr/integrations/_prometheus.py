@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from memmgr._budget import stats
+from memmgr.api.budget import stats
 from memmgr.config.sizes import UNLIMITED
 from memmgr.observe.figures import FIGURES
 

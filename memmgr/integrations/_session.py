@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-from memmgr._autostart import budget_of_the_script
-from memmgr._budget import budget
+from memmgr.api.autostart import budget_of_the_script
+from memmgr.api.budget import budget
 from memmgr.observe.advice import advice
 from memmgr.observe.interval import Interval
 

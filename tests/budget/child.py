@@ -121,10 +121,10 @@ def main() -> None:
             limit = None if how == "measure" else SPEC["budget"]
             with memmgr.budget(limit, quiet=True, **options):
                 if how != "measure":
-                    result["tier_at_start"] = memmgr._budget.current().native.tier_stats()
+                    result["tier_at_start"] = memmgr.api.budget.current().native.tier_stats()
                 training = train(training, result)
                 if how != "measure":
-                    native = memmgr._budget.current().native
+                    native = memmgr.api.budget.current().native
                     result["tier"] = native.tier_stats()
     except Deliberate as error:
         kept = error  # its traceback keeps the graph, as a debugger's would

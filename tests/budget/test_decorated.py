@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr._budget import current
+from memmgr.api.budget import current
 
 LIMIT = "12MB"
 

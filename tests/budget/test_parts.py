@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 
 from .models import MODELS, Training
 from .outside import watch
@@ -47,7 +47,7 @@ def train(name: str, steps: int = STEPS) -> tuple[list[float], list[bytes]]:
     losses = []
     for _ in range(steps):
         losses.append(training.step())
-        runtime = _budget.current()
+        runtime = budgets.current()
         if runtime is not None:
             runtime.plans.wait()  # the plan that is being made is there
     return losses, bits(training)
@@ -199,7 +199,7 @@ def wide_training(manage: bool, steps: int = 4) -> tuple[int, list[float], list[
             for state in training.optimizer.state.values():
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = memmgr.manage(state[name])
-    native = memmgr._budget.current().native  # type: ignore[union-attr]
+    native = memmgr.api.budget.current().native  # type: ignore[union-attr]
     parameters = sum(p.numel() for p in model.parameters())
     deadline = time.monotonic() + (15.0 if manage else 0.0)
     # A cell is dropped as soon as its write has ended, not before.
@@ -267,7 +267,7 @@ def survives(name: str, share: float, **options: Any) -> tuple[dict[str, Any], R
     error: RuntimeError | OSError | None = None  # over the pager a failed read of an op is torch's error
     with memmgr.budget(limit, quiet=True, **options) as mm:
         if inject:
-            memmgr._budget.current().native.tier_inject(*inject)  # type: ignore[union-attr]
+            memmgr.api.budget.current().native.tier_inject(*inject)  # type: ignore[union-attr]
         try:
             for _ in range(STEPS):
                 losses.append(training.step())
@@ -300,7 +300,7 @@ def test_what_a_budget_could_not_bring_back_is_no_fault_of_the_next() -> None:
         pytest.raises(RuntimeError, match="reading 200000 bytes back"),
         memmgr.budget("1GB", policy="offload", quiet=True),
     ):
-        native = memmgr._budget.current().native  # type: ignore[union-attr]
+        native = memmgr.api.budget.current().native  # type: ignore[union-attr]
         assert native.adopt(lost) and native.take_away(lost)
         native.tier_inject(0, 0, errno.EIO, 0)
     for _ in range(2):
@@ -345,7 +345,7 @@ def test_a_full_disk_is_asked_again_once_clean_copies_are_given_up() -> None:
     first, second = torch.rand(50_000), torch.rand(50_000)
     want = first.tolist(), second.tolist()
     with memmgr.budget("1GB", quiet=True) as mm:
-        native = memmgr._budget.current().native  # type: ignore[union-attr]
+        native = memmgr.api.budget.current().native  # type: ignore[union-attr]
         for tensor in (first, second):
             assert native.adopt(tensor)
         for copies in (0, 1):  # of the resident cells

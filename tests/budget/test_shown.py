@@ -95,7 +95,7 @@ def test_names_are_text_not_html() -> None:
 
 def test_a_share_of_an_accelerator_is_not_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA is asked nothing before the budget opens, so its share is all that can be said."""
-    from memmgr import _budget
+    from memmgr.api import budget as budgets
 
-    monkeypatch.setattr(_budget._device, "resolve", lambda device, allocator: torch.device("cuda"))
+    monkeypatch.setattr(budgets.devices, "resolve", lambda device, allocator: torch.device("cuda"))
     assert "80% of the device, policy auto, on cuda" in repr(memmgr.budget("80%"))

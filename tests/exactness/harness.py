@@ -259,7 +259,7 @@ def managed(
 ) -> Managed:
     """Run ``fn`` under a budget; checks rule 13 and the budget itself as it goes."""
     import memmgr
-    from memmgr import _budget
+    from memmgr.api import budget as budgets
 
     _reset(seed)
     before = global_state()
@@ -271,7 +271,7 @@ def managed(
         with memmgr.budget(size, policy=policy, quiet=True, **options) as mm:
             managers.append(mm)
             yield mm
-            found = _budget.current()
+            found = budgets.current()
             misplaced = getattr(getattr(found, "native", None), "misplaced", None)  # the pager has no table
             assert misplaced is None or misplaced() == 0
 

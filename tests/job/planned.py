@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 
 from . import ranks
 
@@ -76,7 +76,7 @@ def planned(make: Callable[[], Callable[[], None]], passes: int) -> None:
         followed = before = 0
         for _ in range(MOST_STEPS):
             step()
-            runtime: Any = _budget.current()
+            runtime: Any = budgets.current()
             runtime.plans.wait()
             now = mm.stats()["planned_passes"]
             worst = torch.tensor([now - before])

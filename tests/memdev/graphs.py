@@ -20,7 +20,7 @@ from .managed import _digest
 from .scenarios import DEVICE
 
 import memmgr  # isort: skip
-from memmgr import _budget  # isort: skip
+from memmgr.api import budget as budgets  # isort: skip
 from memmgr.native import binding  # isort: skip
 from memmgr.readers import captures  # isort: skip
 
@@ -30,7 +30,7 @@ EVICT, OFFLOAD = 0, 1
 
 def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
     """Returns a function that evicts the tensor, even if only autograd holds it by then. It does nothing without memmgr."""
-    if _budget.current() is None:
+    if budgets.current() is None:
         return lambda: None
     cell = tensor.untyped_storage()._cdata
 
@@ -42,7 +42,7 @@ def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
 
 def _all_leaves() -> None:
     """Evicts all cells that can be evicted; does nothing without memmgr."""
-    if _budget.current() is not None:
+    if budgets.current() is not None:
         for tensor in binding.load().objects_of((Tensor,)):
             if tensor.device.type == DEVICE:
                 binding.load().take_away(tensor, OFFLOAD)
@@ -167,7 +167,7 @@ def no_room() -> list[Tensor]:
     stream = torch.Stream(DEVICE)
     stream.wait_stream(torch.accelerator.current_stream())
     graph = module.Graph()
-    stats = memmgr.stats() if _budget.current() is not None else {}
+    stats = memmgr.stats() if budgets.current() is not None else {}
     raised = 0.0
     with stream, _capture(graph):
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.native import binding
 from memmgr.runtime.timeline import BETWEEN
 
@@ -49,7 +49,7 @@ def weights() -> int:
 
 def settled() -> None:
     """Waits until the planner has ended."""
-    runtime: Any = _budget.current()
+    runtime: Any = budgets.current()
     if runtime is None:
         return
     with runtime._periods._lock:  # before the thread that waits for turns, or after it
@@ -186,7 +186,7 @@ def hiccups() -> dict[str, Any]:
             layer.register_forward_pre_hook(stumble)
         generated(model, 10, each)
         settled()
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         known = list(runtime.plans._known.values())[-1]
     ops = [op for op in known.of.trace.ops if op.inputs or op.name == BETWEEN]
     return {"first": ops[0].name == BETWEEN and ops[0].seconds}
@@ -310,7 +310,7 @@ def alignment() -> dict[str, Any]:
     with memmgr.budget(weights() // 2, quiet=True):
         generated(decoder(), 14, lambda: time.sleep(0.05))
         settled()
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         known = list(runtime.plans._known.values())[-1]
     ops = [op for op in known.of.trace.ops if op.inputs or op.name == BETWEEN]
     between = [op.seconds for op in ops if op.name == BETWEEN]

@@ -12,7 +12,7 @@ import torch
 from budget import models
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.native import binding
 
 STEPS = 7
@@ -40,7 +40,7 @@ def bits(training: models.Training) -> list[bytes]:
 
 def settled() -> None:
     """The plan that is being made is there."""
-    runtime: Any = _budget.current()
+    runtime: Any = budgets.current()
     runtime.plans.wait()
 
 

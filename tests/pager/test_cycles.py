@@ -14,7 +14,7 @@ from budget.there import bytes_already_there
 from torch import nn
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.native import binding
 
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
@@ -68,7 +68,7 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
 
 def settled() -> list[str]:
     """Waits for the plan that is being made; returns the errors of all plans."""
-    runtime: Any = _budget.current()
+    runtime: Any = budgets.current()
     runtime.plans.wait()
     return [text for text in runtime.plans.errors() if text != "no schedule fits"]
 
@@ -216,7 +216,7 @@ def test_a_write_that_fails_while_a_cycle_is_followed(after: int) -> None:
 
     def fail(loop: Loop, number: int) -> None:
         # Again in each step until one is met: the failed write may be one that no op waits for any more.
-        if (runtime := _budget.current()) is not None and number >= 3 and not runtime.native.stats()["tier_errors"]:
+        if (runtime := budgets.current()) is not None and number >= 3 and not runtime.native.stats()["tier_errors"]:
             runtime.native.tier_inject(errno.ENOSPC, after, 0, 0)
 
     figures = same_bits(lambda: Loop(fail), 0.55)

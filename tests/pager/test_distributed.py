@@ -70,9 +70,9 @@ def same_bits(name: str) -> Callable[[CaseFunction], CaseFunction]:
 
 def no_pins() -> None:
     """At the end of a step nobody has a pin: neither a Work that is gone nor a reducer that has reduced."""
-    from memmgr import _budget
+    from memmgr.api import budget as budgets
 
-    if _budget.current() is None:
+    if budgets.current() is None:
         return
     pager = native.load()
     deadline = time.monotonic() + 2

@@ -15,7 +15,7 @@ from budget import models
 from torch import nn
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 
 from .planned import bits, need, settled, sizes, trained
 
@@ -78,7 +78,7 @@ def trained_under(
         for _ in range(steps):
             losses.append(training.step())
             settled()
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         stats = mm.stats()
         lines = runtime.plans.left.lines(stats["left_passes"], stats["passes"])
         learning = bool(nn.modules.module._global_forward_hooks)

@@ -17,7 +17,7 @@ from budget import models
 from torch import nn
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.common import threads
 from memmgr.native import binding
 from memmgr.policies.rules.registry import STREAMING
@@ -224,7 +224,7 @@ def test_a_step_moves_what_its_plan_says() -> None:
             training.step()
             settled()
             figures.append(mm.stats())
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         planned = runtime.plans.latest().moved_bytes
     assert moved(figures) == pytest.approx(planned, rel=0.1)  # in blocks of 3 % of all of it each
 
@@ -342,7 +342,7 @@ def test_what_is_measured_as_a_cycle_gets_the_whole_budget() -> None:
     training = States()
     limit = int(need(States) * 0.45)
     with memmgr.budget(limit, quiet=True, policy="offload"):
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         for _ in range(5):
             training.step()
             settled()
@@ -479,7 +479,7 @@ def test_a_plan_is_done_as_it_says(make: type[models.Training], policy: str, sha
             losses.append(training.step())
             settled()
             figures.append(mm.stats())
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         planned = runtime.plans.latest().rematerialized
     assert (losses, bits(training)) == plain(make)
     now, before = figures[-1], figures[-2]

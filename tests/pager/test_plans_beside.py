@@ -20,7 +20,7 @@ from plan import endless
 from plan.own_process import SOON, process
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.runtime import planner_process, plans
 from memmgr.runtime.planner_process import PlannerProcess
 
@@ -114,7 +114,7 @@ def test_a_budget_that_closes_gives_up_what_is_planned(
             until_it_plans(process, training)
             pid = process.pid
             assert pid is not None
-            runtime: Any = _budget.current()
+            runtime: Any = budgets.current()
             begun = time.perf_counter()
             runtime.plans.close()
             took.append(time.perf_counter() - begun)

@@ -12,7 +12,7 @@ from budget import models
 from budget.there import bytes_already_there
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.native.binding import Order
 from memmgr.policies import POLICIES, Candidates, Policy, parse_policy
 from memmgr.policies.rules.directors import DIRECTORS
@@ -32,7 +32,7 @@ def trained(steps: int = STEPS, **options: Any) -> tuple[list[float], dict[str, 
         return [training.step() for _ in range(steps)], {}, None
     losses = []
     with memmgr.budget(quiet=True, **options) as mm:
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         for _ in range(steps):
             losses.append(training.step())
             runtime.plans.wait()

@@ -16,7 +16,7 @@ from budget.there import bytes_already_there
 from torch import nn
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.rules.registry import parse_policy
@@ -52,7 +52,7 @@ def program(trace: Trace) -> list[tuple[int, Any]]:
 def traced(step: Callable[[], Any], path: Path, number: int = 3, **options: Any) -> Trace:
     """The third of three steps."""
     with memmgr.budget(options.pop("limit", None), trace=path, trace_pass=number, quiet=True, disk=False, **options):
-        runtime: Any = _budget.current()
+        runtime: Any = budgets.current()
         account = runtime.passes._ended
 
         def ended(one: Any) -> None:
@@ -162,7 +162,7 @@ def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
         training.step()
         written = read_trace(tmp_path / "run.trace")
         training.step()
-        runtime = _budget.current()
+        runtime = budgets.current()
         assert runtime is not None and runtime.traced is not None
         assert (runtime.traced.trace, runtime.traced.path) == (written, tmp_path / "run.trace")
     assert [link.tier for link in written.links] == ["disk"]

@@ -254,7 +254,7 @@ def test_without_cuda_nothing_is_loaded_for_it() -> None:
 
 
 def test_a_budget_in_the_environment_asks_before_the_script_begins() -> None:
-    code = "import memmgr; memmgr._install = lambda: print('asked'); import torch; print('memmgr._autostart' in sys.modules)"
+    code = "import memmgr; memmgr._install = lambda: print('asked'); import torch; print('memmgr.api.autostart' in sys.modules)"
     assert _python(code, MEMMGR_BUDGET="1GB") == ["asked", "True"]
 
 

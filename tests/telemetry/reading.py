@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.telemetry import stream
 
 LIMIT = 8_000_000
@@ -53,7 +53,7 @@ def training(seed: int = 0) -> Callable[[], float]:
 
 
 def manager() -> Any:
-    found = _budget.current()
+    found = budgets.current()
     assert found is not None
     return found
 

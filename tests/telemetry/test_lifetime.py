@@ -232,9 +232,9 @@ def test_a_forked_child_neither_serves_nor_unlinks(runtime: Path, tmp_path: Path
 
 
 def manager_or_none() -> Any:
-    from memmgr import _budget
+    from memmgr.api import budget as budgets
 
-    return _budget.current()
+    return budgets.current()
 
 
 def test_a_forked_child_that_exits_in_the_ordinary_way(runtime: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 
 accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed")
 FIGURES = {"memmgr/peak_gb", "memmgr/recompute_percent", "memmgr/stall_percent"}
@@ -19,9 +19,9 @@ FIGURES = {"memmgr/peak_gb", "memmgr/recompute_percent", "memmgr/stall_percent"}
 def _alone() -> Iterator[None]:
     yield
     accelerate.state.AcceleratorState._reset_state(True)
-    if _budget.current() is not None:  # of a test that failed; the next one shall not
-        _budget._current.close(report=False, failed=True)  # type: ignore[union-attr]
-        _budget._current = None
+    if budgets.current() is not None:  # of a test that failed; the next one shall not
+        budgets._current.close(report=False, failed=True)  # type: ignore[union-attr]
+        budgets._current = None
 
 
 def _notes() -> Any:
@@ -74,7 +74,7 @@ def test_a_tracker_opens_the_budget_and_the_next_ones_get_its_figures(
     assert [set(line) for line in behind.lines] == [{"loss"} | FIGURES] * 3
     assert [set(line) for line in before.lines] == [{"loss"}] * 3
     assert 0 < behind.lines[-1]["memmgr/peak_gb"] <= budget / 1e9 and behind.lines[-1]["memmgr/recompute_percent"] > 0
-    assert _budget.current() is None and capfd.readouterr().err.count("memmgr: peak ") == 1
+    assert budgets.current() is None and capfd.readouterr().err.count("memmgr: peak ") == 1
 
 
 def test_a_training_that_failed_is_closed_by_the_next_and_a_rank_that_is_not_the_main_one_is_silent(
@@ -84,14 +84,14 @@ def test_a_training_that_failed_is_closed_by_the_next_and_a_rank_that_is_not_the
 
     ours = MemmgrTracker("1GB")
     ours.start()
-    opened = _budget.current()
+    opened = budgets.current()
     assert opened is not None and str(opened.config.device) == "cpu"
     monkeypatch.setattr(type(accelerate.PartialState()), "is_main_process", property(lambda self: False))
     ours.start()
-    assert _budget.current() not in (None, opened)
+    assert budgets.current() not in (None, opened)
     capfd.readouterr()
     ours.finish()
-    assert _budget.current() is None and "everything fitted" not in capfd.readouterr().err
+    assert budgets.current() is None and "everything fitted" not in capfd.readouterr().err
 
 
 def test_what_is_wrong_with_a_budget_is_said_at_once() -> None:

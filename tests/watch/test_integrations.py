@@ -11,7 +11,7 @@ import torch
 from budget.there import bytes_already_there
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.observe.figures import FIGURES
 
 
@@ -90,7 +90,7 @@ def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
     _train(None)
     unlimited = {s.name: s.value for family in registry.collect() for s in family.samples}
     assert math.isinf(unlimited["memmgr_budget_bytes"])
-    monkeypatch.setattr(_budget, "_last", None)
+    monkeypatch.setattr(budgets, "_last", None)
     assert generate_latest(registry) == b""
     registry.register(MemmgrCollector())  # nothing is described, so a second one (of another rank) is welcome
 

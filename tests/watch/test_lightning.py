@@ -15,7 +15,7 @@ import forkserver
 import pytest
 import torch
 
-from memmgr import _budget
+from memmgr.api import budget as budgets
 
 pl = pytest.importorskip("lightning.pytorch", reason="the package lightning is not installed (the extra `lightning`)")
 
@@ -31,10 +31,10 @@ THREE = {"memmgr/peak_gb", "memmgr/recompute_percent", "memmgr/stall_percent"}
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     yield
-    manager = _budget.current()
+    manager = budgets.current()
     if manager is not None:  # of a test that failed; the next one shall not
         manager.close(report=False, failed=True)
-        _budget._current = None
+        budgets._current = None
 
 
 class Autoencoder(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -61,11 +61,11 @@ class Autoencoder(pl.LightningModule):  # type: ignore[misc, name-defined]
         self.log("val_loss", self._loss(batch))
 
     def test_step(self, batch: list[torch.Tensor], index: int) -> None:
-        assert _budget.current() is not None
+        assert budgets.current() is not None
         self.log("test_loss", self._loss(batch))
 
     def predict_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        assert _budget.current() is not None
+        assert budgets.current() is not None
         return self._loss(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -111,7 +111,7 @@ def test_the_same_bits_and_three_figures_on_lines_of_training_only(tmp_path: Pat
     need, floor = measured.stats()["unmanaged_peak_bytes"], measured.stats()["floor_bytes"]
     callback = MemmgrLightningCallback(int(floor + 0.4 * (need - floor)), quiet=True)
     rows, got, (module, trainer) = _run(tmp_path / "managed", [callback])
-    assert got == want and _budget.current() is None
+    assert got == want and budgets.current() is None
     stats = callback.stats()
     assert stats["evictions"] + stats["offloads"] > 0
     assert stats["resident_bytes.peak"] <= stats["budget_bytes"]
@@ -123,8 +123,8 @@ def test_the_same_bits_and_three_figures_on_lines_of_training_only(tmp_path: Pat
     assert all(0 <= share <= 100 for share in shares) and any(shares)
     # Each of these is a budget of its own.
     trainer.test(module, _loader(1), verbose=False)
-    assert _budget.current() is None and callback.stats()["passes"] == 0
-    assert len(trainer.predict(module, _loader(2))) == 2 and _budget.current() is None
+    assert budgets.current() is None and callback.stats()["passes"] == 0
+    assert len(trainer.predict(module, _loader(2))) == 2 and budgets.current() is None
 
 
 def test_a_training_that_fails_leaves_no_budget_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_a_training_that_fails_leaves_no_budget_open(tmp_path: Path, capsys: pyt
     trainer = _trainer(tmp_path, [callback], logger=False, enable_checkpointing=False)
     with pytest.raises(KeyError):
         trainer.fit(Autoencoder(fails_at=3), _loader())
-    assert _budget.current() is None and callback.stats()["passes"] == 3
+    assert budgets.current() is None and callback.stats()["passes"] == 3
     assert capsys.readouterr().err.count("memmgr: ") == 1, "advice after a failure"
     again = _trainer(tmp_path, [callback], logger=False, enable_checkpointing=False)
     again.fit(Autoencoder(), _loader())
@@ -162,7 +162,7 @@ def test_a_batch_size_that_fits_is_found(tmp_path: Path, beyond: Callable[[str],
     callback = MemmgrLightningCallback(beyond("6MB"), quiet=True, disk=False)
     trainer = _trainer(tmp_path, [callback], logger=False, accumulate_grad_batches=1, val_check_interval=1.0)
     found = Tuner(trainer).scale_batch_size(Sized(), mode="power", init_val=256, steps_per_trial=1, max_trials=6)
-    assert found is not None and 256 <= found < 256 * 2**6 and _budget.current() is None
+    assert found is not None and 256 <= found < 256 * 2**6 and budgets.current() is None
 
 
 def test_it_can_be_sent_to_processes_that_are_started() -> None:
@@ -174,7 +174,7 @@ def test_it_can_be_sent_to_processes_that_are_started() -> None:
 
 RANKS = """
 import hashlib, sys, torch, lightning.pytorch as pl
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.integrations import MemmgrLightningCallback
 class Module(pl.LightningModule):
     def __init__(self):
@@ -182,11 +182,11 @@ class Module(pl.LightningModule):
         torch.manual_seed(0)
         self.blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)))
     def training_step(self, batch, index):
-        assert (_budget.current() is not None) == (sys.argv[2] != "none")
+        assert (budgets.current() is not None) == (sys.argv[2] != "none")
         return (self.blocks(batch) - batch).square().mean()
     def on_train_end(self):
         bits = b"".join(p.detach().clone().numpy().tobytes() for p in self.parameters())
-        stats = _budget.stats() or {"evictions": 0, "offloads": 0}
+        stats = budgets.stats() or {"evictions": 0, "offloads": 0}
         line = f"rank {self.trainer.global_rank} {hashlib.sha256(bits).hexdigest()} {stats['evictions'] + stats['offloads'] > 0}\\n"
         sys.stdout.write(line); sys.stdout.flush()
     def configure_optimizers(self):

@@ -10,7 +10,7 @@ import torch
 from budget.there import bytes_already_there
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.integrations import log_stats
 
 SHARES = {"recompute_percent", "stall_percent"}
@@ -70,7 +70,7 @@ def test_scalars_for_whatever_takes_them(monkeypatch: pytest.MonkeyPatch) -> Non
     unlimited = Writer()
     log_stats(unlimited, 8, prefix="mm_")
     assert set(unlimited.written) == {f"mm_{name}" for name in _names(stats)} - {"mm_budget_bytes"}
-    monkeypatch.setattr(_budget, "_last", None)
+    monkeypatch.setattr(budgets, "_last", None)
     none = Writer()
     log_stats(none, 9)
     assert not none.written

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _budget
+from memmgr.api import budget as budgets
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
@@ -32,10 +32,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    manager = _budget.current()
+    manager = budgets.current()
     if manager is not None:  # of a test that failed; the next one shall not
         manager.close(report=False, failed=True)
-        _budget._current = None
+        budgets._current = None
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -132,7 +132,7 @@ def test_lora_with_accumulation_evaluation_save_and_resume(tmp_path: Path, check
     _assert_three_figures_on_lines_of_training_only(managed[0])
     again = _run(tmp_path / "managed", [callback], resume="checkpoint-2", **how)
     assert _without_ours(again) == _without_ours(_run(tmp_path / "plain", [], resume="checkpoint-2", **how))
-    assert again[1] == plain[1] and _budget.current() is None
+    assert again[1] == plain[1] and budgets.current() is None
 
 
 def test_where_ones_own_checkpointing_is_not_needed_the_summary_says_so(
@@ -175,7 +175,7 @@ def test_auto_find_batch_size_takes_our_error_for_what_it_is(
     )
     trainer.train()
     assert trainer.state.train_batch_size < 32 and trainer.state.global_step == 1
-    assert callback.stats()["resident_bytes.peak"] <= limit and _budget.current() is None
+    assert callback.stats()["resident_bytes.peak"] <= limit and budgets.current() is None
     said = capsys.readouterr().err
     assert said.count("memmgr: peak ") == 1, "a summary for each attempt"
     sizes = ", ".join(map(str, begun))
@@ -196,9 +196,9 @@ def test_a_training_that_fails_can_be_followed_by_another(tmp_path: Path) -> Non
     how: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1}
     with pytest.raises(KeyError):
         _trainer(tmp_path, [callback, Fails()], **how).train()
-    assert _budget.current() is not None
+    assert budgets.current() is not None
     _trainer(tmp_path, [callback], **how).train()
-    assert _budget.current() is None and callback.stats()["passes"] == 2
+    assert budgets.current() is None and callback.stats()["passes"] == 2
     callback.close()
 
 
@@ -220,7 +220,7 @@ def test_reporters_behind_the_callback_get_the_figures(tmp_path: Path) -> None:
 
 UNDER_RUN = """
 import sys, torch, transformers
-from memmgr import _budget
+from memmgr.api import budget as budgets
 from memmgr.integrations import MemmgrCallback
 transformers.utils.logging.disable_progress_bar()
 config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32, use_cache=False)
@@ -234,7 +234,7 @@ callback = MemmgrCallback("100MB")
 for _ in range(2):
     trainer = transformers.Trainer(model, args, train_dataset=rows, callbacks=[callback])
     trainer.train()
-    assert _budget.current() is not None, "the script's budget is its own to close"
+    assert budgets.current() is not None, "the script's budget is its own to close"
 print("lines", [row["memmgr/peak_gb"] > 0 for row in trainer.state.log_history if "loss" in row])
 print("limit", callback.stats()["budget_bytes"])
 """

@@ -41,7 +41,7 @@ def main(address: str, what: str) -> None:
     cell = load()
     cell.preload()
     if what == "managed":
-        import memmgr._budget  # noqa: F401
+        from memmgr import budget  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for keepers
     print("ready", flush=True)
     for line in sys.stdin:

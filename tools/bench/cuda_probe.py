@@ -61,7 +61,7 @@ def train(order: str, budget_bytes: int) -> dict[str, Any]:
     for tensor in model.state_dict().values():
         digest.update(tensor.cpu().numpy().tobytes())
     stats = {}
-    if "memmgr._budget" in sys.modules:
+    if "memmgr.api.budget" in sys.modules:
         stats = {key: value for key, value in sys.modules["memmgr"].stats().items() if isinstance(value, int | float)}
     return {
         "digest": digest.hexdigest(),

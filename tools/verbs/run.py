@@ -270,7 +270,7 @@ def _execute(code: CodeType, main: ModuleType) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        autostart = sys.modules.get("memmgr._autostart")
+        autostart = sys.modules.get("memmgr.api.autostart")
         if autostart is not None and isinstance(error, autostart.NotOpenedError):
             _Closing.silent = True
             raise UsageError(" ".join(str(error).split())) from None
@@ -308,7 +308,7 @@ class _Closing:
     def __call__(self) -> None:
         if os.getpid() != self._pid or type(self).silent:
             return  # a fork that ends in the ordinary way
-        module = sys.modules.get("memmgr._budget")
+        module = sys.modules.get("memmgr.api.budget")
         stats = module.stats() if module is not None else {}
         lines = summary_lines(stats, self._args, type(self).error)
         rank = os.environ.get("RANK")

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _close(pid: int, args: argparse.Namespace) -> None:
     if os.getpid() != pid:
         return  # a fork that ends in the ordinary way
-    module = sys.modules.get("memmgr._budget")
+    module = sys.modules.get("memmgr.api.budget")
     last = module.last() if module is not None else None
     if last is None and run_verb.children_worked():
         return  # a launcher: its child processes have printed the summary

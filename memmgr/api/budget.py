@@ -17,13 +17,10 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import torch
 
-from memmgr.native import device as devices
-from memmgr.policies import Policy, parse_policy
-
-from .common.errors import RankError
-from .config.conf import check_folder, is_off, local_ranks
-from .config.placement import default_placement, parse_placement
-from .config.sizes import (
+from memmgr.common.errors import RankError
+from memmgr.config.conf import check_folder, is_off, local_ranks
+from memmgr.config.placement import default_placement, parse_placement
+from memmgr.config.sizes import (
     SMALL_BYTES,
     UNLIMITED,
     Need,
@@ -34,11 +31,13 @@ from .config.sizes import (
     parse_size,
     show_size,
 )
-from .config.variables import refuse_unknown
-from .native.build import NotBuiltError
-from .observe.summary import figures
-from .runtime.config import SILENT_SECONDS, Config, default_folder
-from .runtime.session import PagerRuntime
+from memmgr.config.variables import refuse_unknown
+from memmgr.native import device as devices
+from memmgr.native.build import NotBuiltError
+from memmgr.observe.summary import figures
+from memmgr.policies import Policy, parse_policy
+from memmgr.runtime.config import SILENT_SECONDS, Config, default_folder
+from memmgr.runtime.session import PagerRuntime
 
 refuse_unknown()  # where torch has not loaded its entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 

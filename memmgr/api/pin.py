@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _budget
+from . import budget as budgets
 
 
 class pin:
@@ -32,7 +32,7 @@ class pin:
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        runtime = _budget.current()
+        runtime = budgets.current()
         self._held: Any = runtime.native.pin(tensors, True, False, True) if runtime is not None else None
 
     def release(self) -> None:

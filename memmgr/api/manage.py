@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from . import _budget
+from . import budget as budgets
 
 
 class ManagedTensor(torch.Tensor):
@@ -42,7 +42,7 @@ class ManagedTensor(torch.Tensor):
 
     def _let_go(self) -> None:
         """The bytes go below, if a budget is open."""
-        runtime = _budget.current()
+        runtime = budgets.current()
         if runtime is not None:
             runtime.put_below(self._plain)
 

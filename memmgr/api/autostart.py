@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from ._budget import budget, current
-from .common.errors import BudgetError
-from .config.conf import check_limit, give_up, is_strict, parse_conf
+from memmgr.common.errors import BudgetError
+from memmgr.config.conf import check_limit, give_up, is_strict, parse_conf
+
+from .budget import budget, current
 
 _PROFILED = "a profiler runs in this thread: open the budget in the script, with memmgr.budget(...)"
 
