@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,26 @@ def test_every_file_of_a_room_is_a_module_of_the_package() -> None:
     assert seen >= 30
 
 
-ARROWS = {
+def imported(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import from memmgr, `memmgr.folder.file` or `memmgr.name`. Those that only types need are free
+    (`if TYPE_CHECKING`)."""
+    tree = ast.parse(file.read_text())
+    free = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    typed = {id(inner) for node in free for inner in ast.walk(node)}
+    package = ".".join(file.relative_to(ROOT).parent.parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and id(node) not in typed:
+            assert node.level < 2, "siblings are imported with one dot, other folders by their whole name"
+            of = ".".join(filter(None, (package if node.level else "", node.module)))
+            names = [f"{of}.{alias.name}" for alias in node.names]
+        else:
+            names = []
+        yield from ((node.lineno, name) for name in names if name.startswith("memmgr."))
+
+
+TOOLS = {
     "common": set(),
     "view": {"common"},
     "bench": {"common", "view"},
@@ -64,23 +84,93 @@ ARROWS = {
 }
 
 
-@pytest.mark.parametrize("folder", ARROWS)
+@pytest.mark.parametrize("folder", TOOLS)
 def test_folders_of_tools_import_downwards(folder: str) -> None:
-    """Imports that only types need are free: `if TYPE_CHECKING`."""
     files = sorted((ROOT / "tools" / folder).glob("*.py"))
     assert len(files) > 5
     for file in files:
-        tree = ast.parse(file.read_text())
-        free = [
-            node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        ]
-        typed = {id(inner) for node in free for inner in ast.walk(node)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and id(node) not in typed and node.level == 0:
-                found = re.match(r"memmgr\.tools\.(\w+)", node.module or "")
-                assert found is None or found[1] in ARROWS[folder] | {folder}, (
-                    f"{file.name}:{node.lineno}: {node.module}"
-                )
+        for line, name in imported(file):
+            found = re.match(r"memmgr\.tools\.(\w+)", name)
+            assert found is None or found[1] in TOOLS[folder] | {folder}, f"{file.name}:{line}: {name}"
+
+
+OPEN_TO_TOOLS = {"policies", "tools", "config", "telemetry", "observe"}
+ALSO_OPEN = {
+    "verbs/doctor.py": ("native", "checks the libraries of the installation"),
+    "bench/cuda_probe.py": ("native", "reads the counters of the allocator's core"),
+    "gpu/train.py": ("native", "reads the counters of the core, and sets the pager's clock on the driver's double"),
+    "verbs/run.py": ("_environ", "calls the entry point where torch was imported before the variables were set"),
+}
+"""By file: a further folder that it may import, and the reason. The list may only shrink."""
+
+
+def test_tools_import_the_public_names_and_three_folders() -> None:
+    import memmgr
+
+    needed = set()
+    for file in sorted((ROOT / "tools").rglob("*.py")):
+        where = str(file.relative_to(ROOT / "tools"))
+        for line, name in imported(file):
+            top = name.split(".")[1]
+            if top in OPEN_TO_TOOLS or top in memmgr.__all__:
+                continue
+            assert ALSO_OPEN.get(where, ("",))[0] == top, f"{where}:{line}: {name}"
+            needed.add(where)
+    assert needed == set(ALSO_OPEN)
+
+
+FOLDERS = {
+    "common": set(),
+    "config": set(),
+    "native": {"config"},
+    "readers": {"common", "native"},
+    "observe": {"common", "config", "native", "readers"},
+    "telemetry": {"common", "observe"},
+    "distributed": {"common", "native", "observe", "readers"},
+    "runtime": {"common", "config", "native", "readers", "observe", "telemetry", "distributed"},
+    "api": {"common", "config", "native", "observe", "runtime"},
+    "integrations": {"api", "config", "observe"},
+    "": {"api", "config", "native", "readers"},
+}
+"""The folders of memmgr, and those that each imports: all of them stand above it. The last one is the package itself."""
+
+
+def test_folders_of_memmgr_import_downwards() -> None:
+    used: dict[str, set[str]] = {folder: set() for folder in FOLDERS}
+    for file in sorted((ROOT / "memmgr").rglob("*.py")):
+        own = ".".join(file.relative_to(ROOT / "memmgr").parent.parts)
+        above = [folder for folder in FOLDERS if folder][: list(FOLDERS).index(own)]
+        for line, name in imported(file):
+            folder = name.split(".")[1]
+            if folder not in (own, "policies", "tools"):
+                assert folder in above, f"{own}/{file.name}:{line} imports {name}"
+                used[own].add(folder)
+    assert used == FOLDERS
+
+
+def test_plain_folders_hold_the_modules() -> None:
+    """Three files stand at the top, each an entrance: `import memmgr`, `python -m memmgr`, torch's entry point."""
+    package = ROOT / "memmgr"
+    assert {file.name for file in package.glob("*.py")} == {"__init__.py", "__main__.py", "_environ.py"}
+    assert all((package / folder / "__init__.py").is_file() for folder in FOLDERS)
+
+
+@pytest.mark.parametrize("folder", ["config", "telemetry", "observe"])
+def test_a_folder_that_tools_import_loads_nothing_by_itself(folder: str) -> None:
+    """The command line answers before torch is imported."""
+    assert not list(imported(ROOT / "memmgr" / folder / "__init__.py"))
+    code = f"import memmgr.{folder}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
+
+
+def test_the_functions_that_the_pager_names_exist() -> None:
+    """C++ knows where memmgr's own threads wait, by module and function."""
+    sources = (file.read_text() for file in sorted((ROOT / "allocator" / "pager").rglob("*.cpp")))
+    named = [pair for source in sources for pair in re.findall(r'\{"(memmgr\.[\w.]+)", "(\w+)"\}', source)]
+    assert len(named) >= 3
+    for module, function in named:
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        assert any(isinstance(node, ast.FunctionDef) and node.name == function for node in ast.walk(tree)), module
 
 
 def test_the_linter_knows_the_files_in_folders() -> None:
