@@ -126,7 +126,7 @@ def figures() -> Iterator[str]:
     yield "| key | kind | |\n|---|---|---|\n"
     for call in table.elts:
         assert isinstance(call, ast.Call)
-        name, kind, meaning = [ast.literal_eval(argument) for argument in call.args]
+        name, kind, meaning = [ast.literal_eval(argument) for argument in call.args[:3]]
         yield f"| `{name}` | {kind} | {meaning}. |\n"
     yield "| `escapes.MODULE:LINE` | counter | how often that place in the program handed an address out for good. |\n"
 

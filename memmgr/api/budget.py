@@ -398,18 +398,9 @@ def stats() -> dict[str, Any]:
     """The figures of the open budget, or of the last one; empty when there was none.
 
     Returns:
-        A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (bytes
-        that could not be evicted: small tensors, and those whose address was handed out), `floor_bytes` (the smallest
-        budget that would have worked for this run so far), `unmanaged_peak_bytes` (its need without a budget),
-        `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `packed` (kept as bits), `recomputes`,
-        `offloads`, `reloads`, `prefetch_hits` (prefetches that ended in time), `passes`, `reclaims` (calls from inside
-        malloc), `escapes` (addresses that were handed out for good; `escapes.MODULE:LINE` says where), and others.
-        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (searching for victims),
-        `checkpoint_seconds` (ops that the program itself ran again inside backward, as activation checkpointing does)
-        of `watched_seconds` (the passes). Plans: `plans` (made), `planned_passes` (followed one to the end),
-        `short_periods` (of these, malloc had to choose for itself), `plan_seconds` (time to make them, in the
-        background), `rankings` (how often a policy ranked). `fragmentation`: 1 - longest run / free bytes, of the
-        addresses that are used without remap.
+        A flat dict of numbers. `_bytes` and `_seconds` in a name are its unit; the others are counts, except for
+        `fragmentation`, a share. `memmgr.observe.figures.FIGURES` has a sentence for each key. `escapes.MODULE:LINE` counts
+        the addresses that a line of the program has handed out for good.
     """
     runtime = last()
     return runtime.stats() if runtime is not None else {}

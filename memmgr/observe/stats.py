@@ -10,6 +10,7 @@ import torch
 
 from memmgr.policies import Policy
 
+from .figures import FIGURES
 from .passes import Passes
 from .roles import Purposes
 from .states import STATES
@@ -47,52 +48,6 @@ class Planned(Protocol):
     def made(self) -> int: ...
     @property
     def seconds(self) -> float: ...
-
-
-# Counters of the pager, under the names that they have there.
-_COUNTED = (
-    "resident_bytes.current",
-    "evictions",
-    "evicted_bytes",
-    "offloads",
-    "packed",
-    "offload_bytes",
-    "reloads",
-    "reload_bytes",
-    "clean_drops",
-    "ops",
-    "recorded_ops",
-    "rematerializations",
-    "trials",
-    "refused_kinds",
-    "adopted",
-    "adopted_bytes",
-    "escapes",
-    "escaped_bytes",
-    "mapped_bytes",
-    "fixed_bytes.library",
-    "fixed_bytes.shared",
-    "fixed_bytes.mapped_file",
-    "copies_before_write",
-    "foreign_writes",
-    "unseen_ops",
-    "retries",
-    "trap_retries",
-    "admission_waits",
-    "cut_recipes",
-    "cells",
-    "pinned_cells",
-    "absent_cells",
-    "orphans",
-    "recipe_bytes",
-    "works_in_flight",
-    "tier_errors",
-    "reads_ahead",
-    "late_reads",
-    "short_periods",
-    "slices",
-    "pending_slices",
-)
 
 
 class PagerFigures:
@@ -137,53 +92,39 @@ class PagerFigures:
         now, arena, tier = self._native.stats(), self._native.arena_stats(), self._native.tier_stats()
         passes = self._passes
         self._held_peak = max(self._held_peak, self.held_bytes(now))
+        counters = {"pager": now, "arena": arena, "tier": tier}
         return {
+            **{figure.name: figure.read(counters) for figure in FIGURES if figure.source},
+            **self._rest(now),
             "budget_bytes": self._asked.limit_bytes,
             "resident_bytes.peak": max(arena["resident_peak_bytes"], passes.resident_peak),
             "held_bytes.peak": self._held_peak,
             "floor_bytes": max(now["floor_bytes"], self._held_peak),
             "unmanaged_peak_bytes": max(arena["unmanaged_peak_bytes"], passes.unmanaged_peak),
-            "outside_bytes": arena["outside_bytes"],
-            "recomputes": now["rematerialized_ops"],
-            "recompute_seconds": now["remat_ns"] * 1e-9,
             "prefetch_hits": now["reads_ahead"] - now["late_reads"],
-            "stall_seconds": now["stall_ns"] * 1e-9,
-            "room_seconds": now["room_ns"] * 1e-9,
             "wall_seconds": time.perf_counter() - self._begun,
             "checkpoint_seconds": passes.checkpoint_seconds,
             "watched_seconds": passes.seconds,
             "passes": passes.count + now["loop_turns"],
-            "planned_passes": now["planned_periods"],
-            "left_passes": now["left_periods"],
             "steps": self._steps(),
             "plans": self._plans.made,
             "plan_seconds": self._plans.seconds,
             "rankings": self._rankings(),
-            "write_backs": now["writes_ahead"],
-            "reclaims": arena["reclaims"],
-            "search_seconds": arena["search_nanoseconds"] * 1e-9,
             "fragmentation": fragmentation(arena),
-            "committed_bytes.peak": arena["committed_peak_bytes"],
-            "tier_bytes.peak": tier.get("used_peak_bytes", 0),
-            "tier_file_bytes": tier.get("file_bytes", 0),
-            **{name: now[name] for name in _COUNTED},
-            **self._by_kind(now),
             "kept_gradient_bytes": self._purposes.kept_bytes,
             "link_bytes_per_second": 2 / sum(self._native.link()[:2]) if tier else 0.0,
             **{f"escapes.{site}": count for site, count in self._escaped().items()},
         }
 
-    def _by_kind(self, now: dict[str, int]) -> dict[str, int]:
-        """Resident and moved bytes of each kind of model state; all other bytes count as other."""
+    def _rest(self, now: dict[str, int]) -> dict[str, int]:
+        """Resident and moved bytes of all tensors that are no model state."""
         whole = {
             "resident_bytes": now["resident_bytes.current"],
             "below_bytes": now["offloaded_now_bytes"],
             "moved_bytes": now["offload_bytes"] + now["reload_bytes"],
         }
-        found = {f"{name}.{kind}": now[f"{name}.{kind}"] for name in whole for kind in STATES}
-        # Read one after the other, and others move bytes meanwhile.
-        rest = {f"{n}.other": max(0, size - sum(found[f"{n}.{kind}"] for kind in STATES)) for n, size in whole.items()}
-        return {**found, **rest}
+        # The figures are read one after the other, and other threads move bytes in between.
+        return {f"{n}.other": max(0, size - sum(now[f"{n}.{kind}"] for kind in STATES)) for n, size in whole.items()}
 
     def look(self) -> None:
         """Finds the owners of tensors, at a reader's request."""

@@ -81,10 +81,9 @@ def _memory(watched: RunState) -> Iterator[Event]:
         yield _counter("absent", point.seconds, bytes=point.absent_bytes)
         layers = dict(zip(LAYERS.values(), point.layers, strict=True))
         yield _counter("memory by layer", point.seconds, **layers)
-        if point.moved_bytes:
-            yield _counter(
-                "moved since the beginning", point.seconds, **dict(zip(KINDS, point.moved_bytes, strict=True))
-            )
+        if f"moved_bytes.{KINDS[0]}" in point.counted:
+            moved = {kind: point.figure(f"moved_bytes.{kind}") for kind in KINDS}
+            yield _counter("moved since the beginning", point.seconds, **moved)
         if point.budget_bytes < UNLIMITED:
             yield _counter("budget", point.seconds, bytes=point.budget_bytes)
 

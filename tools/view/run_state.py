@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
-from memmgr.observe.states import KINDS, Flows, flows
+from memmgr.observe.figures import FOLLOWED
+from memmgr.observe.states import Flows, flows
 from memmgr.telemetry.stream import PROTOCOL
 from memmgr.tools.common.usage_error import UsageError
 
@@ -30,13 +31,16 @@ class Point:
     evicted_bytes: int
     offloaded_bytes: int
     budget_bytes: int
-    recompute_seconds: float
-    stall_seconds: float
-    passes: int = 0
-    planned_passes: int = 0
-    watched_seconds: float = 0.0
-    moved_bytes: tuple[int, ...] = ()  # of each of `KINDS`; empty: the process does not tell
-    steps: int = 0
+    counted: Mapping[str, float]  # the `FOLLOWED` figures that the process reports
+
+    def figure(self, name: str) -> float:
+        """One of `FOLLOWED`; 0 if the process does not report it."""
+        return self.counted.get(name, 0)
+
+    @property
+    def passes(self) -> int:
+        """Passes that have ended."""
+        return int(self.figure("passes"))
 
     @property
     def absent_bytes(self) -> int:
@@ -183,13 +187,7 @@ class RunState:
                 int(line["evicted_bytes"]),
                 int(line["offloaded_bytes"]),
                 int(line["budget_bytes"]),
-                float(total["recompute_seconds"]),
-                float(total["stall_seconds"]),
-                int(total.get("passes", 0)),
-                int(total.get("planned_passes", 0)),
-                float(total.get("watched_seconds", 0.0)),
-                tuple(int(total[f"moved_bytes.{kind}"]) for kind in KINDS if f"moved_bytes.{kind}" in total),
-                int(total.get("steps", 0)),
+                {name: +total[name] for name in FOLLOWED if name in total},
             )
         )
 
@@ -280,13 +278,13 @@ class RunState:
         last = self.points[-1]
         if len(self.points) == 1:
             so_far = max(last.seconds, 1e-9)
-            return last.recompute_seconds / so_far, last.stall_seconds / so_far
+            return last.figure("recompute_seconds") / so_far, last.figure("stall_seconds") / so_far
         first = self._since(window_seconds)
         spent = max(last.seconds - first.seconds, 1e-9)
-        return (
-            max(0.0, last.recompute_seconds - first.recompute_seconds) / spent,
-            max(0.0, last.stall_seconds - first.stall_seconds) / spent,
+        recompute, stall = (
+            max(0.0, last.figure(name) - first.figure(name)) / spent for name in ("recompute_seconds", "stall_seconds")
         )
+        return recompute, stall
 
     def flows(self, window_seconds: float = 10.0) -> Flows | None:
         """Model states: where they are, and bytes moved per pass in the last seconds, from the pass that was running at
@@ -296,12 +294,7 @@ class RunState:
         for point in reversed(self.points if self.end is None else ()):
             last = self.points[-1]
             if point.seconds <= last.seconds - window_seconds and point.passes < last.passes:
-                since = {f"moved_bytes.{kind}": size for kind, size in zip(KINDS, point.moved_bytes, strict=False)}
-                since |= {
-                    "passes": point.passes,
-                    "watched_seconds": point.watched_seconds,
-                    "wall_seconds": point.seconds,
-                }
+                since = {**point.counted, "wall_seconds": point.seconds}
                 break
         return flows(self.stats, since)
 
@@ -312,10 +305,10 @@ class RunState:
         if not self.points:
             return 0.0, "pass"
         last = self.points[-1]
-        of = "step" if last.steps else "pass"
+        of, name = ("step", "steps") if last.figure("steps") else ("pass", "passes")
 
-        def count(point: Point) -> int:
-            return point.steps if last.steps else point.passes
+        def count(point: Point) -> float:
+            return point.figure(name)
 
         if len(self.points) == 1:
             return count(last) / max(last.seconds, 1e-9), of
@@ -332,7 +325,8 @@ class RunState:
         if len(self.points) < 2:
             return False
         first, last = self._since(window_seconds), self.points[-1]
-        return 2 * (last.planned_passes - first.planned_passes) > last.passes - first.passes
+        planned, all_passes = (last.figure(name) - first.figure(name) for name in ("planned_passes", "passes"))
+        return 2 * planned > all_passes
 
     def by(self, key: str) -> list[tuple[str, dict[str, Sum]]]:
         """Sums by `op` or by `module`, most seconds first, then most bytes."""
