@@ -102,7 +102,7 @@ SANITIZED ?= tests/pager/test_graph.py tests/pager/test_rules.py tests/pager/tes
   tests/pager/test_slices.py tests/pager/test_pending.py tests/pager/test_read_ahead.py tests/pager/test_forks.py
 SANITIZE := CXX="g++ -fsanitize=address,undefined -g1" MEMMGR_CACHE=build/sanitized
 test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and UndefinedBehaviorSanitizer (SANITIZED="tests/pager")
-	@$(SANITIZE) $(PY) -c 'from memmgr.native import pager; pager.load()' >/dev/null 2>&1 || true
+	@$(SANITIZE) $(PY) -c 'from memmgr.native import binding; binding.load()' >/dev/null 2>&1 || true
 	$(SANITIZE) ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(VENV)/bin/pytest -q --capture=sys -m "not slow" -p no:cacheprovider $(SANITIZED) $(PYTEST_ARGS)

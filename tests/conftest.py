@@ -85,7 +85,7 @@ def _stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 def _checked_graph(request: pytest.FixtureRequest) -> None:
     """The pager checks its graph after ops, in a fiftieth of the time (tests/pager/test_graph.py: after every op)."""
     place = request.path.relative_to(_TESTS).parts[0]
-    if place in ("pager", "exactness") and (native := sys.modules.get("memmgr.native.pager")) and native._loaded:
+    if place in ("pager", "exactness") and (native := sys.modules.get("memmgr.native.binding")) and native._loaded:
         native._loaded.set_graph_checks(0.02)
 
 

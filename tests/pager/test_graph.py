@@ -9,7 +9,7 @@ import torch
 from budget import models
 
 import memmgr
-from memmgr.native import pager
+from memmgr.native import binding
 
 from .planned import bits, need, sizes, trained
 
@@ -22,7 +22,7 @@ CASES = [("gpt", "auto", 0.5), ("convnet", "evict", 0.6), ("gpt", "offload", 0.4
 @pytest.fixture
 def checked() -> Iterator[pager.Pager]:
     """After every op."""
-    native = pager.load()
+    native = binding.load()
     native.set_graph_checks(1.0)
     yield native
     native.set_graph_checks(0.0)

@@ -480,9 +480,9 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
              torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::PrivateUse1>>());
 }
 
-// Until now a kernel that passes the op on had this place (memmgr/native/dispatch.py). Torch registers no kernel at a place
-// that is taken. If the old one were removed first, ops of other threads would find no kernel for a moment. So the
-// pager's kernel replaces it. The member is private.
+// Until now a kernel that passes the op on had this place (memmgr/native/dispatch.py). Torch registers no kernel at a
+// place that is taken. If the old one were removed first, ops of other threads would find no kernel for a moment. So
+// the pager's kernel replaces it. The member is private.
 using Fallbacks = std::array<c10::impl::AnnotatedKernel, c10::num_runtime_entries>;
 template <Fallbacks c10::Dispatcher::* member>
 struct Reached {
