@@ -1,4 +1,4 @@
-// Requests of a thread that found no room, and what kernels of torch make of the exception.
+// Requests of a thread that found no room, and the answer of kernels that catch the exception.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,7 @@
 
 namespace memmgr::pager {
 
-// A thread that may sleep, and what is known about it.
+// A thread that may sleep, with its state at the last look.
 struct Sleeper {
   unsigned long system_thread;
   uint64_t looked_ns = 0, ran_ns = 0;  // when it was last seen to run; the processor's time until then
