@@ -36,6 +36,7 @@
 #include "dispatch/launch.cpp"
 #include "dispatch/op_need.cpp"
 #include "dispatch/op_run.cpp"
+#include "dispatch/small_ops.cpp"
 #include "guards/address_exports.cpp"
 #include "guards/argument_pins.cpp"
 #include "guards/captures.cpp"

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <exception>
 
 #include "base/budget.h"
 #include "base/clock.h"
@@ -208,11 +209,16 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   }
 }
 
+// The op of this thread that begins now has its place in the timeline.
+bool is_noted() {
+  return C10_UNLIKELY(timeline_on.load(std::memory_order_relaxed)) && tl_depth == 0 && tl_running_recipes == 0;
+}
+
 void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   if (C10_UNLIKELY(info->list_op) &&
       run_in_slices(info, stack, [&](torch::jit::Stack* slice) { ordinary(op, info, below, slice); }))
     return;
-  if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0) {
+  if (C10_LIKELY(!is_noted())) {
     page(op, info, below, stack, nullptr);
   } else {
     Moment moment;
@@ -440,6 +446,30 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }
 
 }  // namespace
+
+const c10::BoxedKernel& boxed_kernel() {
+  static const auto kernel = c10::BoxedKernel::makeFromFunction<&fallback>();
+  return kernel;
+}
+
+void adopt_results(OpInfo* info, const torch::jit::Stack& results) {
+  c10::SmallVector<Cell*, 4> made;
+  adopt_outputs(info, results, results.size(), &made);
+  if (made.empty() || !is_noted()) return;
+  Moment moment;
+  moment.ended(info, made.data(), made.size(), 0, 0);
+  moment.left();
+}
+
+void rethrow_as_ours() {
+  with_our_errors([] { throw; });
+  std::terminate();  // it has thrown
+}
+
+void rethrow_as_ours(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& arguments) {
+  if (tl_depth == 0) note_need(op, info, arguments);
+  rethrow_as_ours();
+}
 
 void send_away(Frame* frame, bool by_turns) {
   c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;

@@ -1,14 +1,26 @@
 // The kernel: one boxed fallback for every op, below autograd (design: touch, writes, recipe, redispatch, outputs).
 #pragma once
 
+#include <ATen/core/boxing/BoxedKernel.h>
 #include <c10/core/DispatchKey.h>
 
 #include "guards/touched_cells.h"
+#include "ops/op_info.h"
 
 namespace memmgr::pager {
 
 // Evicts the cells of an op that has run, and releases the frame. by_turns: all cells, alternately evicted and
 // offloaded (torture mode). Otherwise the cells that a recipe can make.
 void send_away(Frame* frame, bool by_turns);
+
+// The kernel itself, for kernels that have types (small_ops.cpp).
+const c10::BoxedKernel& boxed_kernel();
+// The results of an op that has touched no cell: large ones become cells.
+void adopt_results(OpInfo* info, const torch::jit::Stack& results);
+// Within a handler: throws the error again, as memmgr's where the budget is its cause.
+[[noreturn]] void rethrow_as_ours();
+// The same of an op that found no room for these arguments.
+[[noreturn]] void rethrow_as_ours(const c10::OperatorHandle& op, const OpInfo* info,
+                                  const torch::jit::Stack& arguments);
 
 }  // namespace memmgr::pager
