@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
+# Instead of typing's: its import would take most of the time before an interrupt of the command is one line.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .api.budget import budget, stats
     from .api.manage import ManagedTensor, manage
     from .api.pin import pin

@@ -156,6 +156,18 @@ def test_an_interrupt_while_the_command_is_imported_is_a_line(module: str) -> No
     assert (done.returncode, done.stderr) == (130, "memmgr simulate: interrupted\n")
 
 
+def test_the_command_imports_nothing_slow_before_it_can_be_interrupted() -> None:
+    """An interrupt before `main` is a traceback of Python's own: there is no time for one."""
+    script = """
+import importlib.machinery, importlib.util, os, sys  # what the finder of an editable installation imports, and the interpreter itself
+before = set(sys.modules)
+import memmgr.tools.cli
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["memmgr", "memmgr.tools", "memmgr.tools.cli"]
+
+
 def test_an_interrupt_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from memmgr.tools.verbs import simulate
 
