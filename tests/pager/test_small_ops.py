@@ -13,8 +13,10 @@ import memmgr
 from memmgr.config.sizes import round_up, show_size
 from memmgr.native import binding as native
 
+from .planned import settled
+
 MB = 10**6
-# An op that makes 4 MB of small tensors each, functional: added, multiplied, put together, cast.
+# Calls that make 4 MB of small tensors.
 LARGE_RESULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "aten::add": lambda x: x + x.t(),
     "aten::mm": lambda x: x @ x.t(),
@@ -86,6 +88,7 @@ def test_result_is_noted_in_the_pass(large_only: None) -> None:
     with memmgr.budget(int(0.7 * need), quiet=True) as mm:
         for _ in range(12):
             assert torch.equal(step(), plain)
+            settled()
     assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0 and mm.stats()["planned_passes"] > 0
 
 
