@@ -117,7 +117,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("packed", "counter", "tensors of two values that left all but a bit an element", "pager"),
     Figure("reloads", "counter", "tensors that were read back", "pager"),
     Figure("reload_bytes", "counter", "bytes of the reloads", "pager"),
-    Figure("reads_ahead", "counter", "reads that a plan began before an op needed the bytes", "pager"),
+    Figure("reads_ahead", "counter", "reads that began before an op needed the bytes", "pager"),
     Figure("late_reads", "counter", "prefetches that an op had to wait for", "pager"),
     Figure("prefetch_hits", "gauge", "prefetches that no op had to wait for, running ones included"),
     Figure("tier_bytes.peak", "gauge", "the most that lay on the tier below", "tier:used_peak_bytes"),

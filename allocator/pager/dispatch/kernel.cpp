@@ -34,7 +34,6 @@
 #include "guards/nested_tensors.h"
 #include "guards/stream_guard.h"
 #include "ops/list_ops.h"
-#include "ops/op_info.h"
 #include "plan/op_in_timeline.h"
 #include "plan/timeline.h"
 #include "pools/capturing.h"

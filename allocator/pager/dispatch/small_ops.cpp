@@ -18,6 +18,7 @@
 #include "cells/adoption.h"
 #include "cells/cell.h"
 #include "cells/mapped_range.h"
+#include "cells/names.h"
 #include "concurrency/deferred_steps.h"
 #include "dispatch/kernel.h"
 #include "guards/collective_pins.h"

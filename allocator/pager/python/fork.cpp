@@ -32,7 +32,7 @@ bool try_all(const std::vector<std::mutex*>& all) {
   return true;
 }
 
-// The locks nest in more than one order, so no thread waits for one while it has another.
+// This list is not in the order in which the locks nest, so the fork waits for none of them while it has another.
 void before_fork() {
   // A thread's first op copies torch's list of observers under a lock of torch's. Once there is an observer, that copy
   // needs malloc, which a fork blocks in other threads: a child would find torch's lock taken. So the thread that forks
