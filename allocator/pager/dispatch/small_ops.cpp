@@ -38,7 +38,7 @@ const c10::StorageImpl* storage_in(const at::Tensor& t) {
   return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// Is the argument of no interest to the pager: no tensor, or one over a small storage that is no cell?
+// True if the pager ignores the argument: it is no tensor, or one over a small storage without a cell.
 bool passes(const at::Tensor& t) {
   const c10::StorageImpl* s = storage_in(t);
   return s && !cell_of(s) && is_small(s);
@@ -86,7 +86,7 @@ bool is_large(const std::tuple<T...>& all) {
   return std::apply([](const auto&... t) { return (is_large(t) || ...); }, all);
 }
 
-// Nothing but the tensors of the op decides what there is to do for it.
+// True if the work of the pager for the op depends on its tensors alone.
 bool tensors_decide(const OpInfo* info, c10::DispatchKeySet keys) {
   const auto in_process = [](const auto& count) { return count.load(std::memory_order_relaxed) != 0; };
   if (C10_UNLIKELY(in_process(queues) || in_process(listeners) || in_process(pending_slices) || in_process(captures)))
