@@ -10,7 +10,7 @@ import pytest
 from . import build
 
 PROGRAM = r"""
-#include "latest.h"
+#include "base/latest.h"
 #include <thread>
 using memmgr::pager::raise_to;
 std::atomic<uint64_t> now{1}, latest{0};

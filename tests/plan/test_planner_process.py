@@ -53,8 +53,9 @@ class Asks:
         """Waits until the process computes; its pid."""
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            pid = process.pid
-            if pid is not None and process._asker is not None and psutil.Process(pid).cpu_times().user > 0.3:
+            pid, child = process.pid, process._child
+            begun = child is not None and child.ready and process._asker is not None
+            if pid is not None and begun and psutil.Process(pid).cpu_times().user > 0.3:
                 return pid
             time.sleep(0.01)
         raise AssertionError("it does not begin")
