@@ -100,9 +100,9 @@ test-foreign: setup ## other people's tests, plain and with everything evicted, 
 # come first. Torch's own leaks are not ours.
 SANITIZED ?= tests/pager/test_graph.py tests/pager/test_rules.py tests/pager/test_names.py tests/pager/test_mapped.py \
   tests/pager/test_slices.py tests/pager/test_pending.py tests/pager/test_read_ahead.py tests/pager/test_forks.py
-SANITIZE := CXX="g++ -fsanitize=address,undefined -g1" MEMMGR_CACHE=build/sanitized
+SANITIZE := MEMMGR_CACHE=build/sanitized
 test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and UndefinedBehaviorSanitizer (SANITIZED="tests/pager")
-	@$(SANITIZE) $(PY) -c 'from memmgr.native import binding; binding.load()' >/dev/null 2>&1 || true
+	@CXX="g++ -fsanitize=address,undefined -g1" $(SANITIZE) $(PY) -c 'from memmgr.native import binding; binding.load()' >/dev/null 2>&1 || true
 	$(SANITIZE) ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(VENV)/bin/pytest -q --capture=sys -m "not slow" -p no:cacheprovider $(SANITIZED) $(PYTEST_ARGS)
