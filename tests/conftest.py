@@ -85,8 +85,8 @@ def _stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 def _checked_graph(request: pytest.FixtureRequest) -> None:
     """The pager checks its graph after ops, in a fiftieth of the time (tests/pager/test_graph.py: after every op)."""
     place = request.path.relative_to(_TESTS).parts[0]
-    if place in ("pager", "exactness") and (native := sys.modules.get("memmgr.native.binding")) and native._loaded:
-        native._loaded.set_graph_checks(0.02)
+    if (native := sys.modules.get("memmgr.native.binding")) and native._loaded:
+        native._loaded.set_graph_checks(0.02 if place in ("pager", "exactness") else 0.0)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from .build import NotBuiltError, compile_library, include_folder, load_core, pa
 
 
 class Escape(enum.IntEnum):
-    """Why an address may not change any more (rule 9); the values are those of `allocator/pager/cells/cell.h`."""
+    """Why an address may not change any more (rule 9); the values are those of `allocator/pager/cells/types.h`."""
 
     POINTER = 1
     NUMPY = 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-KEY = "Fake"  # `kKey` of allocator/pager/dispatch/kernel.h
+KEY = "Fake"  # `kKey` of allocator/pager/base/seen_threads.h
 
 
 def include() -> None:

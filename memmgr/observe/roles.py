@@ -24,7 +24,7 @@ OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 
 
 class Purpose(enum.IntEnum):
-    """The values are those of `allocator/pager/cells/cell.h`."""
+    """The values are those of `allocator/pager/cells/types.h`."""
 
     OTHER = 0
     PARAMETER = 1

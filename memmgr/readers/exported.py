@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-LEAST_BYTES = 64 << 10  # smaller storages are never paged
+from memmgr.config.sizes import SMALL_BYTES
+
 
 
 class Exported:
@@ -49,7 +50,7 @@ class Exported:
         yield from _alive(self._storages)
 
     def _note_array(self, tensor: torch.Tensor, array: Any) -> None:
-        if tensor.nbytes < LEAST_BYTES and tensor.untyped_storage().nbytes() < LEAST_BYTES:
+        if tensor.nbytes < SMALL_BYTES and tensor.untyped_storage().nbytes() < SMALL_BYTES:
             return
         key = id(array)
         self._arrays[key] = weakref.ref(array, lambda _: self._arrays.pop(key, None))
@@ -69,7 +70,7 @@ class Exported:
 
 
 def _keep(storages: dict[int, int], storage: Any) -> None:
-    if storage.nbytes() < LEAST_BYTES or storage._cdata in storages:
+    if storage.nbytes() < SMALL_BYTES or storage._cdata in storages:
         return
     for address in [a for a in storages if torch.UntypedStorage._expired(a)]:
         torch.UntypedStorage._free_weak_ref(storages.pop(address))

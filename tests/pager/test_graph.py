@@ -69,4 +69,4 @@ def test_a_sum_that_does_not_agree_is_found(checked: pager.Pager) -> None:
         finally:
             checked.miscount(-1)
         del pin
-        assert float(kept.sum()) == float(kept.sum())
+        kept.sum()  # no error

@@ -125,7 +125,7 @@ FOLDERS = {
     "common": set(),
     "config": set(),
     "native": {"config"},
-    "readers": {"common", "native"},
+    "readers": {"common", "config", "native"},
     "observe": {"common", "config", "native", "readers"},
     "telemetry": {"common", "observe"},
     "distributed": {"common", "native", "observe", "readers"},

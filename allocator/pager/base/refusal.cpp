@@ -9,14 +9,15 @@ namespace memmgr::pager {
 
 static thread_local uint64_t tl_refused_bytes = 0;
 static thread_local std::string tl_refused_text;
-static thread_local std::string tl_last_text;  // of the last one, also once an error has taken its text
-static thread_local uint64_t tl_refusals = 0;
+static thread_local std::string tl_last_text;      // of the last one, also once an error has taken its text
+static thread_local uint64_t tl_last_refusal = 0;  // its number among those of all threads
+std::atomic<uint64_t> refusals{0};
 static thread_local bool tl_onednn_was_on = false;  // at the last one
 
 void begin_refusal(uint64_t bytes, const std::string& text) {
   tl_refused_bytes = bytes;
   tl_refused_text = tl_last_text = text;
-  tl_refusals++;
+  tl_last_refusal = ++refusals;
   tl_onednn_was_on = at::globalContext().userEnabledMkldnn();
 }
 
@@ -27,17 +28,15 @@ uint64_t refused_bytes() {
 }
 void refuse_beside(uint64_t nbytes) { tl_refused_bytes += nbytes; }
 
-OneDnnStaysOn::OneDnnStaysOn() : refusals_(tl_refusals), refused_before_(refusals_) {}
-
-bool OneDnnStaysOn::switch_on() {
-  if (C10_LIKELY(refusals_ == refused_before_) || !tl_onednn_was_on || at::globalContext().userEnabledMkldnn())
-    return false;
+bool OneDnnStaysOn::switch_on() const {
+  const bool refused = tl_last_refusal > before_;  // within this kernel, and not another thread
+  if (!refused || !tl_onednn_was_on || at::globalContext().userEnabledMkldnn()) return false;
   at::globalContext().setUserEnabledMkldnn(true);
   return true;
 }
 
-void OneDnnStaysOn::returned() {
-  if (C10_LIKELY(!switch_on())) return;
+void OneDnnStaysOn::throw_refusal_of_kernel() const {
+  if (!switch_on()) return;
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, tl_last_text);
 }
 

@@ -44,17 +44,27 @@ static std::vector<Cell*>& registry() {
 size_t count_cells_locked() { return registry().size(); }
 Cell* cell_at_locked(size_t index) { return registry()[index]; }
 
-// Filled before the first cell.
-static std::vector<CellListener>& listeners_to_cells() {
-  static auto* all = new std::vector<CellListener>;
-  return *all;
+// Filled before the first cell, and null behind the last one.
+constexpr size_t kMostListeners = 4;
+static void (*storage_died[kMostListeners + 1])(const Cell* c) = {};
+static void (*cell_ended[kMostListeners + 1])(Cell* c) = {};
+
+template <class F>
+static void add_listener(F** all, F* function) {
+  if (!function) return;
+  size_t n = 0;
+  while (all[n]) ++n;
+  TORCH_INTERNAL_ASSERT(n < kMostListeners);
+  all[n] = function;
 }
 
-ListensToCells::ListensToCells(CellListener listener) { listeners_to_cells().push_back(listener); }
+ListensToCells::ListensToCells(CellListener listener) {
+  add_listener(storage_died, listener.storage_died);
+  add_listener(cell_ended, listener.ended);
+}
 
 void tell_storage_died_locked(const Cell* c) {
-  for (const CellListener& listener : listeners_to_cells())
-    if (listener.storage_died) listener.storage_died(c);
+  for (auto* const* tell = storage_died; *tell; ++tell) (*tell)(c);
 }
 
 void (*on_end_of_storage)(Cell* c) = nullptr;
@@ -87,8 +97,7 @@ uint64_t moved_by_ended[kPurposes];
 void unregister_locked(Cell* c) {
   moved_by_ended[static_cast<size_t>(c->purpose)] += c->moved_bytes;
   set_root_locked(c, false);
-  for (const CellListener& listener : listeners_to_cells())
-    if (listener.ended) listener.ended(c);
+  for (auto* const* tell = cell_ended; *tell; ++tell) (*tell)(c);
   auto& cells = registry();
   cells[c->index] = cells.back();
   cells[c->index]->index = c->index;

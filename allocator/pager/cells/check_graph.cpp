@@ -161,9 +161,9 @@ static bool wanted_by_environment() {
   return debug && std::strcmp(debug, "1") == 0;
 }
 
-bool checks_graph = wanted_by_environment();
-static double share_of_time = 1;
-static uint64_t began = 0, spent = 0;
+std::atomic<bool> checks_graph{wanted_by_environment()};
+static std::atomic<double> share_of_time{1};
+static std::atomic<uint64_t> began{0}, spent{0};  // nanoseconds
 
 void set_graph_checks(double share) {
   checks_graph = share > 0;

@@ -19,6 +19,7 @@
 // compared from below, because an op that another thread records holds some before its recipe is attached.
 #pragma once
 
+#include <atomic>
 #include <string>
 
 namespace memmgr::pager {
@@ -30,6 +31,6 @@ std::string broken_equation();
 // checks (the default, 1 under MEMMGR_DEBUG=1), 1: after every op.
 void check_graph_after_op();
 void set_graph_checks(double share);
-extern bool checks_graph;
+extern std::atomic<bool> checks_graph;
 
 }  // namespace memmgr::pager

@@ -224,7 +224,8 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     page(op, info, below, stack, &moment);
     moment.left();
   }
-  if (C10_UNLIKELY(checks_graph) && tl_depth == 0 && tl_running_recipes == 0) check_graph_after_op();
+  if (C10_UNLIKELY(checks_graph.load(std::memory_order_relaxed)) && tl_depth == 0 && tl_running_recipes == 0)
+    check_graph_after_op();
 }
 
 // A captured graph stores addresses, so the cells that it touches may not move.

@@ -13,6 +13,7 @@
 
 #include "base/budget.h"
 #include "base/kernel_slots.h"
+#include "base/refusal.h"
 #include "base/seen_threads.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
@@ -88,11 +89,9 @@ bool is_large(const std::tuple<T...>& all) {
 
 // True if the work of the pager for the op depends on its tensors alone.
 bool tensors_decide(const OpInfo* info, c10::DispatchKeySet keys) {
-  const auto in_process = [](const auto& count) { return count.load(std::memory_order_relaxed) != 0; };
-  if (C10_UNLIKELY(in_process(queues) || in_process(listeners) || in_process(pending_slices) || in_process(captures)))
-    return false;
-  if (C10_UNLIKELY(in_process(budget.forked) || in_process(reducers_listening) || any_ranges() || works_in_flight()))
-    return false;
+  const auto any = [](const auto& count) { return count.load(std::memory_order_relaxed) != 0; };
+  if (C10_UNLIKELY(any(queues) || any(listeners) || any(pending_slices) || any(captures))) return false;
+  if (C10_UNLIKELY(any(budget.forked) || any(reducers_listening) || any_ranges() || works_in_flight())) return false;
   return !NestedOp::is_one(info, keys) && !keys.has(c10::DispatchKey::Python) && tl_regions == 0 && !tl_foreign;
 }
 
@@ -110,15 +109,17 @@ struct Typed<Op, R(A...)> {
         const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
         if (info->kind == OpClass::kView ? is_strided(args...)
                                          : info->kind == OpClass::kOrdinary && (passes(args) && ...)) {
-          inside.count_op();
           if constexpr (std::is_reference_v<R>) {
+            inside.count_op();
             return in_place(op, info, below, std::forward<A>(args)...);
           } else if (info->kind == OpClass::kView) {
+            inside.count_op();
             const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
             return Op::redispatch(below, args...);
           } else {
             R made;
             if (C10_LIKELY(functional(below, &made, args...))) {
+              inside.count_op();  // else the boxed kernel counts it
               if (C10_UNLIKELY(is_large(made))) adopt(info, made);
               return made;
             }
@@ -135,7 +136,9 @@ struct Typed<Op, R(A...)> {
     try {
       const Depth depth;
       const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+      OneDnnStaysOn onednn;
       *made = Op::redispatch(below, args...);
+      onednn.returned();
       return true;
     } catch (const c10::OutOfMemoryError&) {
       return false;
