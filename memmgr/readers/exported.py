@@ -19,7 +19,6 @@ import torch
 from memmgr.config.sizes import SMALL_BYTES
 
 
-
 class Exported:
     """The arrays and storages that were noted in this process."""
 

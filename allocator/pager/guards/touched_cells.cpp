@@ -25,7 +25,9 @@ namespace memmgr::pager {
 
 // The tensors of a quantizer, which the kernels for its tensor read.
 static void parts_of_quantizer(c10::TensorImpl* t, c10::SmallVector<at::Tensor, 2>* parts) {
-  const auto quantizer = static_cast<at::QTensorImpl*>(t)->quantizer();
+  auto* quantized = dynamic_cast<at::QTensorImpl*>(t);  // a subclass in Python has the key, and no quantizer
+  if (!quantized) return;
+  const auto quantizer = quantized->quantizer();
   if (const auto* by_channel = dynamic_cast<const at::PerChannelAffineQuantizer*>(quantizer.get()))
     *parts = {by_channel->scales(), by_channel->zero_points()};
 }
