@@ -17,6 +17,13 @@ from .patches import Patches
 
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _TORCHBIND = "__torch__.torch.classes."
+# Special methods that a class of torch.classes may define, save what Python asks of every object.
+_SPECIAL = tuple(
+    name
+    for name in vars(torch._C.ScriptObject)
+    if name.startswith("__")
+    and name not in ("__doc__", "__module__", "__init__", "__getattr__", "__setattr__", "__hash__")
+)
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 
 
@@ -53,6 +60,8 @@ class Extensions:
         self._patches.wrap(torch._ops._Ops, "load_library", self._loaded)
         for owner in ("ScriptMethod", "ScriptClass"):
             self._patches.wrap(getattr(torch._C, owner), "__call__", self._torchbind)
+        for name in _SPECIAL:
+            self._patches.wrap(torch._C.ScriptObject, name, functools.partial(self._special, name))
         libraries = self._pager.libraries_that_use_torch()
         if users := self._users_among(libraries):
             self._guard(users, found if users == self._users else None)
@@ -94,6 +103,23 @@ class Extensions:
             if owner is not None and not owner.qualified_name.startswith(_TORCHBIND):
                 return original(method, *args, **kwargs)
             return pager.call_foreign(original, (method, *args), kwargs)
+
+        return call
+
+    def _special(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Special methods of TorchBind objects: Python calls them without a ScriptMethod (`copy.deepcopy` of packed weights)."""
+        pager = self._pager
+
+        @functools.wraps(original)
+        def call(owner: Any, *args: Any) -> Any:
+            # `__setstate__` constructs the object: before, it has no type.
+            if name != "__setstate__" and not owner._type().qualified_name().startswith(_TORCHBIND):
+                return original(owner, *args)
+            if name in ("__copy__", "__deepcopy__") and owner._has_method("__getstate__"):
+                # The copy is constructed from the state, so its tensors count as arguments.
+                state = owner._get_method("__getstate__")()
+                return pager.call_foreign(lambda owner, args, state: original(owner, *args), (owner, args, state), {})
+            return pager.call_foreign(original, (owner, *args), {})
 
         return call
 

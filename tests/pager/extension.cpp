@@ -150,7 +150,9 @@ TORCH_LIBRARY(memmgr_test, m) {
       .def(torch::init<at::Tensor>())
       .def("sum", &Bound::sum)
       .def("sum_kept", &Bound::sum_kept)
-      .def("seen", [](const c10::intrusive_ptr<Bound>& self) { return self->seen; });
+      .def("seen", [](const c10::intrusive_ptr<Bound>& self) { return self->seen; })
+      .def_pickle([](const c10::intrusive_ptr<Bound>& self) { return self->kept; },
+                  [](at::Tensor state) { return c10::make_intrusive<Bound>(std::move(state)); });
 }
 TORCH_LIBRARY_IMPL(memmgr_test, CPU, m) {
   m.impl("sum", &op_sum);

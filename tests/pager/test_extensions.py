@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import importlib.util
 import sys
@@ -59,6 +60,12 @@ def _number() -> torch.Tensor:
     return t
 
 
+def _bound_to_an_absent(t: torch.Tensor) -> Any:
+    bound = torch.classes.memmgr_test.Bound(t)
+    native.load().take_away(t, 1)
+    return bound
+
+
 others: list[torch.Tensor] = []
 
 
@@ -90,6 +97,7 @@ READS: dict[str, Callable[[Any, torch.Tensor], float]] = {
     "composite custom op": lambda e, t: torch.ops.memmgr_test.composite(t).item(),
     "autograd function": lambda e, t: torch.ops.memmgr_test.square(t).sum().item(),
     "TorchBind method": lambda e, t: torch.classes.memmgr_test.Bound(torch.ones(1)).sum(t),
+    "TorchBind copy": lambda e, t: copy.deepcopy(_bound_to_an_absent(t)).seen(),
     "TorchBind constructor": lambda e, t: torch.classes.memmgr_test.Bound(t).seen(),
 }
 
