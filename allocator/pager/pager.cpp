@@ -66,6 +66,7 @@
 #include "pools/device_pool.cpp"
 #include "pools/pool.cpp"
 #include "pools/scratch.cpp"
+#include "pools/small_blocks.cpp"
 #include "pools/stream_rules.cpp"
 #include "python/bind_figures.cpp"
 #include "python/bind_plans.cpp"

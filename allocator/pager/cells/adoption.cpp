@@ -14,6 +14,7 @@
 #include "cells/stream_order.h"
 #include "cells/version.h"
 #include "pools/pool.h"
+#include "pools/small_blocks.h"
 
 namespace memmgr::pager {
 
@@ -52,12 +53,12 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   return adopt_locked(s, pins, ticks());
 }
 
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool known_adoptable) {
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born) {
   if (Cell* c = cell_of(s)) {
     c->state.fetch_add(pins);
     return c;
   }
-  if (!known_adoptable && !adoptable(s)) return nullptr;
+  if (!born && !adoptable(s)) return nullptr;
   const bool mapped = !of_pool(s) && is_mapped(s);
   if (C10_UNLIKELY(mapped) && !may_begin_range_locked(s)) return nullptr;
   grows_in_pool(s);
@@ -67,7 +68,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   c->nbytes = s->nbytes();
   c->serial = next_serial_locked();
   c->pool = budget.pool;
-  c->small = c->nbytes < budget.options.small_bytes;
+  c->small = c->nbytes < (born ? least_born_bytes.load(std::memory_order_relaxed) : budget.options.small_bytes);
   c->outside = !c->small && p.get_deleter() != c->pool->deleter();
   c->storage = WeakStorage::reclaim_copy(s);
   c->version = version_memory().make_locked();

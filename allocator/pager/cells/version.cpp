@@ -10,6 +10,7 @@
 #include "cells/copies.h"
 #include "cells/stream_order.h"
 #include "pools/pool.h"
+#include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
 
 namespace memmgr::pager {
@@ -62,7 +63,7 @@ void unneed_locked(Version* v, Trash* trash) {
 void lend_bytes_locked(Version* v, at::DataPtr bytes) {
   Cell* c = cell_memory().make_locked();
   c->nbytes = v->nbytes;
-  c->small = c->nbytes < budget.options.small_bytes;
+  c->small = c->nbytes < least_born_bytes.load(std::memory_order_relaxed);
   c->pool = budget.pool;
   if (queues) c->filled_on = c->pool->stream();
   c->bytes = std::move(bytes);

@@ -22,6 +22,7 @@
 #include "pools/capturing.h"
 #include "pools/pool.h"
 #include "pools/scratch.h"
+#include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
 #include "residency/floor.h"
 
@@ -49,7 +50,8 @@ void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<
 
 bool newly_large(const c10::StorageImpl* s) {
   // A mapped storage was an argument that found no room.
-  return s && !cell_of(s) && adoptable(s) && s->nbytes() >= budget.options.small_bytes && !is_mapped(s);
+  return s && !cell_of(s) && adoptable(s) && s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) &&
+         !is_mapped(s);
 }
 
 bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
@@ -59,13 +61,13 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
       const c10::TensorImpl* t = args[i].unsafeToTensorImpl();
       // A compiler calls with symbolic sizes, for which no memory is allocated.
       return t->has_storage() && !t->has_symbolic_sizes_strides() &&
-             static_cast<uint64_t>(t->numel()) * 16 >= budget.options.small_bytes;
+             static_cast<uint64_t>(t->numel()) * 16 >= least_born_bytes.load(std::memory_order_relaxed);
     }
     if (args[i].isList() && !args[i].isIntList()) return false;
     if (args[i].isIntList()) {
       uint64_t elements = 1;
       for (const int64_t size : args[i].toIntVector()) elements *= static_cast<uint64_t>(size);
-      return elements * 16 >= budget.options.small_bytes;
+      return elements * 16 >= least_born_bytes.load(std::memory_order_relaxed);
     }
   }
   return false;

@@ -27,6 +27,7 @@
 #include "guards/nested_tensors.h"
 #include "ops/op_info.h"
 #include "pools/capturing.h"
+#include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
 
 namespace memmgr::pager {
@@ -73,7 +74,7 @@ bool is_strided(const at::ITensorListRef&, const Rest&...) {
 
 bool is_large(const at::Tensor& t) {
   const c10::StorageImpl* s = storage_in(t);
-  return s && !cell_of(s) && !is_small(s);
+  return s && !cell_of(s) && s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed);
 }
 
 bool is_large(const std::vector<at::Tensor>& all) {

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <tuple>
 
+#include "cells/cell.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
@@ -40,8 +41,9 @@ bool all_plain(const c10::IValue* args, size_t n) {
 
 uint64_t bytes_in_list(const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) return 0;
-  const uint64_t nbytes = t.storage().nbytes();
-  return nbytes < budget.options.small_bytes ? 0 : nbytes;
+  const c10::StorageImpl* s = t.storage().unsafeGetStorageImpl();
+  const Cell* c = cell_of(s);
+  return (c ? c->small : is_small(s)) ? 0 : s->nbytes();
 }
 
 std::vector<size_t> cuts(const std::vector<uint64_t>& bytes) {

@@ -15,6 +15,7 @@
 #include "base/budget.h"
 #include "base/checksum.h"
 #include "pools/scratch.h"
+#include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
 
 namespace memmgr::pager {
@@ -60,15 +61,19 @@ class DevicePool final : public Pool {
   at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) override {
     void* block = is_cuda() ? plugin->try_allocate(device.index(), nbytes, keep_free, main_)
                             : mm_device_try_alloc(memory_, nbytes, keep_free, main_);
-    return block ? at::DataPtr(block, block, deleter(), device) : at::DataPtr();
+    if (!block) return {};
+    note_block_taken(nbytes);
+    return {block, block, deleter(), device};
   }
   void* take(uint64_t nbytes, mm_stream on) {
     void* block = mm_device_alloc(memory_, nbytes, on, taking().side);
-    if (block) note_scratch_taken(nbytes);
+    if (!block) return nullptr;
+    note_scratch_taken(nbytes);
+    note_block_taken(nbytes);
     return block;
   }
   void give(void* block) {
-    note_scratch_given(mm_arena_block_bytes(arena, block));
+    note_given(mm_arena_block_bytes(arena, block));
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(block, false);
     mm_device_free(memory_, block);
   }
@@ -224,7 +229,7 @@ const mm_plugin_hooks* hooks_of(int ordinal) {
                     [](uint64_t n) { return room_maker.reclaim(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
                     &note_scratch_taken,
                     [](size_t n) { room_maker.fail(n); },
-                    &note_scratch_given};
+                    &note_given};
   return &hooks[ordinal];
 }
 

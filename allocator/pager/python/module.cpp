@@ -38,6 +38,7 @@
 #include "pools/cpu_arena.h"
 #include "pools/device_pool.h"
 #include "pools/pool.h"
+#include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
 #include "python/bind_figures.h"
 #include "python/bind_plans.h"
@@ -103,6 +104,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     o.remap = remap;
     o.apart = apart;
     budget.options = o;
+    least_born_bytes = small_bytes;
     budget.tier_error.clear();
     budget.pool = pool;
     budget.arena = pool->arena;
