@@ -23,7 +23,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
+.PHONY: help setup demo test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -123,6 +123,15 @@ check-units: setup ## compile every file of the pager alone
 	  "-isystem", sysconfig.get_paths()["include"])' > build/unit-flags
 	@for unit in $(UNITS); do echo $$unit; g++ -std=c++20 -DNDEBUG -fsyntax-only -Wall -Wextra -Wno-unused-parameter \
 	  -Wno-missing-field-initializers -Iallocator/include -Iallocator/pager $$(cat build/unit-flags) $$unit || exit 1; done
+
+# A fast check of the whole pager by another compiler, too: it takes half a minute.
+check-locks: setup ## clang compares what is GUARDED_BY a lock with the locks that are held
+	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print(*(f"-isystem {Path(torch.__file__).parent / x}" for x in ("include", "include/torch/csrc/api/include")), \
+	  "-isystem", sysconfig.get_paths()["include"])' > build/unit-flags
+	clang++ -std=c++20 -DNDEBUG -fsyntax-only -Wno-everything -Wthread-safety -Werror -Iallocator/include -Iallocator/pager $$(cat build/unit-flags) allocator/pager/pager.cpp
+
+locks: setup ## the table of locks in docs/develop/architecture.md
+	$(PY) scripts/lock_table.py
 
 bench: setup ## the figures of the README, measured side by side
 	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS)|| exit 1; done

@@ -1,5 +1,4 @@
 // One unit for the compiler: torch's headers are most of the work. Every file also compiles alone (make check-units).
-#include "base/at_fork.cpp"
 #include "base/budget.cpp"
 #include "base/clock.cpp"
 #include "base/deferred_drop.cpp"
@@ -8,6 +7,7 @@
 #include "base/gil.cpp"
 #include "base/kernel_slots.cpp"
 #include "base/link.cpp"
+#include "base/lock.cpp"
 #include "base/mapped_areas.cpp"
 #include "base/module_of_op.cpp"
 #include "base/refusal.cpp"

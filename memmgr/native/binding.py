@@ -260,7 +260,7 @@ def load() -> Pager:
     sources = package_sources("pager", "pager.cpp")
     include = include_folder(sources)
     digest = hashlib.sha256(f"{torch.__version__} {sys.version_info[:2]} {sysconfig.get_platform()}".encode())
-    files = [file for file in sources.rglob("*") if file.suffix in (".cpp", ".h")]
+    files = [file for file in sources.rglob("*") if file.suffix in (".cpp", ".h", ".def")]
     for file in sorted([*files, *(include / "memmgr").glob("*.h")]):
         digest.update(file.name.encode() + file.read_bytes())
     name = f"pager-{digest.hexdigest()[:20]}"

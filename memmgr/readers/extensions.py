@@ -17,7 +17,7 @@ from .patches import Patches
 
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _TORCHBIND = "__torch__.torch.classes."
-# Special methods that a class of torch.classes may define, save what Python asks of every object.
+# Special methods that a class of torch.classes may define, except those that Python calls on every object.
 _SPECIAL = tuple(
     name
     for name in vars(torch._C.ScriptObject)

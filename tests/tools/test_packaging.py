@@ -28,6 +28,7 @@ def test_the_library_and_the_pagers_sources_are_inside_the_package() -> None:
     assert package.joinpath("_include", "memmgr", "core.h").is_file()
     assert package.joinpath("_pager_src", "pager.cpp").is_file()
     assert package.joinpath("_pager_src", "pools", "pool.h").is_file()
+    assert package.joinpath("_pager_src", "base", "locks.def").is_file()
     assert package.joinpath("_include", "memmgr", "plugin.h").is_file()
     assert package.joinpath("_cuda_src", "plugin.cpp").is_file()
     assert package.joinpath("_cuda_src", "meter.cpp").is_file()

@@ -9,7 +9,7 @@ Counters counters;
 
 void note_tier_error(int error) {
   counters.tier_errors++;
-  std::lock_guard<std::mutex> lock(budget.error_lock);
+  const Hold lock(budget.error_lock);
   budget.tier_error = std::strerror(error);
 }
 

@@ -3,10 +3,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <string>
 
-#include "base/at_fork.h"
+#include "base/lock.h"
 #include "memmgr/core.h"
 
 namespace memmgr::pager {
@@ -53,8 +52,8 @@ struct Budget {
   bool tier_writes = false;  // false: it only reads files that are lent to it
   Options options;
 
-  std::mutex& error_lock = taken_by_forks(new std::mutex);
-  std::string tier_error;  // the last one
+  Lock error_lock{LockId::kTierError};
+  std::string tier_error GUARDED_BY(error_lock);  // the last one
 };
 
 struct Counters {

@@ -4,13 +4,11 @@
 #include <torch/headeronly/version.h>
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <vector>
 
-#include "base/at_fork.h"
 #include "base/budget.h"
+#include "base/lock.h"
 #include "base/private_member.h"
 
 namespace memmgr::pager {
@@ -57,12 +55,13 @@ namespace {
 
 // Drops references where that may take the GIL, in a thread that has none of the pager's locks.
 struct Dropper {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::condition_variable changed;
-  std::vector<StoragePtr> waiting;
-  bool busy = false;
-  bool stopping = false;
+  Lock lock{LockId::kDropper};
+  Condition changed;
+  std::vector<StoragePtr> waiting GUARDED_BY(lock);
+  bool busy GUARDED_BY(lock) = false;
+  bool stopping GUARDED_BY(lock) = false;
   std::thread thread;
+  bool is_idle() const REQUIRES(lock) { return waiting.empty() && !busy; }
 };
 
 Dropper& dropper() {
@@ -73,9 +72,9 @@ Dropper& dropper() {
 void drop_for_ever() {
   pthread_setname_np(pthread_self(), "memmgr drops");
   Dropper& d = dropper();
-  std::unique_lock<std::mutex> lock(d.lock);
+  Hold lock(d.lock);
   for (;;) {
-    d.changed.wait(lock, [&] { return d.stopping || !d.waiting.empty(); });
+    while (!d.stopping && d.waiting.empty()) d.changed.wait(lock);
     if (d.waiting.empty()) return;
     std::vector<StoragePtr> now;
     now.swap(d.waiting);
@@ -108,7 +107,7 @@ void drop_later(StoragePtr storage) {
   if (C10_UNLIKELY(budget.forked))
     return;  // dropped here: a child has no such thread, and is in no malloc and under no lock
   Dropper& d = dropper();
-  std::lock_guard<std::mutex> lock(d.lock);
+  const Hold lock(d.lock);
   if (!d.thread.joinable()) d.thread = std::thread(drop_for_ever);
   d.waiting.push_back(std::move(storage));
   d.changed.notify_all();
@@ -116,34 +115,38 @@ void drop_later(StoragePtr storage) {
 
 void drop_what_waits() {
   Dropper& d = dropper();
-  std::unique_lock<std::mutex> lock(d.lock);
-  d.changed.wait(lock, [&] { return d.waiting.empty() && !d.busy; });
+  Hold lock(d.lock);
+  while (!d.is_idle()) d.changed.wait(lock);
 }
 
 bool wait_for_dropper(double seconds) {
   Dropper& d = dropper();
-  std::unique_lock<std::mutex> lock(d.lock);
-  if (d.waiting.empty() && !d.busy) return false;
-  d.changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return d.waiting.empty() && !d.busy; });
+  Hold lock(d.lock);
+  if (d.is_idle()) return false;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (!d.is_idle() && d.changed.wait_until(lock, until) == std::cv_status::no_timeout) {
+  }
   return true;
 }
 
 void stop_dropper() {
   Dropper& d = dropper();
   {
-    std::lock_guard<std::mutex> lock(d.lock);
+    const Hold lock(d.lock);
     d.stopping = true;
     d.changed.notify_all();
   }
   if (d.thread.joinable()) d.thread.join();
+  const Hold lock(d.lock);
   d.stopping = false;
 }
 
-void forget_dropper_in_child() {
+// The thread is not in the child.
+static const bool renews_dropper = in_forked_child([] {
   Dropper& d = dropper();
-  new (&d.changed) std::condition_variable;
   new (&d.thread) std::thread;
+  const Hold lock(d.lock);
   d.busy = false;
-}
+});
 
 }  // namespace memmgr::pager

@@ -16,6 +16,5 @@ void drop_later(StoragePtr storage);    // from anywhere
 bool wait_for_dropper(double seconds);  // false: nothing waited to be dropped
 void drop_what_waits();                 // for tests, and at the end of a budget
 void stop_dropper();
-void forget_dropper_in_child();
 
 }  // namespace memmgr::pager

@@ -1,7 +1,8 @@
 #include "base/events.h"
 
-#include <mutex>
 #include <utility>
+
+#include "base/lock.h"
 
 namespace memmgr::pager {
 
@@ -12,8 +13,8 @@ namespace {
 constexpr size_t kMostKeys = 4096;
 
 struct Events {
-  std::mutex lock;  // a leaf, taken under the graph's lock, too
-  EventSums noted;
+  Lock lock{LockId::kEvents};
+  EventSums noted GUARDED_BY(lock);
 };
 Events& events() {
   static auto* e = new Events;
@@ -24,7 +25,7 @@ Events& events() {
 
 void add_event(Event what, const OpInfo* op, uint32_t module, uint64_t bytes, uint64_t ns) {
   const EventKey key{static_cast<uint8_t>(what), op, module};
-  std::lock_guard<std::mutex> lock(events().lock);
+  const Hold lock(events().lock);
   auto it = events().noted.sums.find(key);
   if (it == events().noted.sums.end()) {
     if (events().noted.sums.size() >= kMostKeys) {
@@ -39,7 +40,7 @@ void add_event(Event what, const OpInfo* op, uint32_t module, uint64_t bytes, ui
 }
 
 EventSums take_events() {
-  std::lock_guard<std::mutex> lock(events().lock);
+  const Hold lock(events().lock);
   return std::exchange(events().noted, {});
 }
 
@@ -50,9 +51,6 @@ void watch_events(bool on) {
 
 void end_watch() { watched.store(false); }
 
-void forget_watch_in_child() {
-  new (&events().lock) std::mutex;
-  watched.store(false);
-}
+static const bool renews_watch = in_forked_child(&end_watch);
 
 }  // namespace memmgr::pager

@@ -34,6 +34,5 @@ EventSums take_events();  // those since the last call
 
 void watch_events(bool on);  // the table is empty afterwards
 void end_watch();            // recorded events can still be taken
-void forget_watch_in_child();
 
 }  // namespace memmgr::pager

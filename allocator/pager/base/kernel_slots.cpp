@@ -6,12 +6,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <mutex>
 #include <thread>
 #include <vector>
 
-#include "base/at_fork.h"
 #include "base/clock.h"
+#include "base/lock.h"
 
 namespace memmgr::pager {
 
@@ -21,7 +20,7 @@ bool fence_in_kernel = false;
 namespace {
 
 struct KernelSlots {
-  std::mutex& lock = taken_by_forks(new std::mutex);
+  Lock lock{LockId::kSlots};
   std::vector<KernelSlot*> all;
   uint64_t ops_of_ended = 0;
 };
@@ -35,11 +34,11 @@ struct OwnSlot {
   KernelSlot slot;
   OwnSlot() {
     slot.system_thread = static_cast<unsigned long>(syscall(SYS_gettid));
-    std::lock_guard<std::mutex> lock(kernel_slots().lock);
+    const Hold lock(kernel_slots().lock);
     kernel_slots().all.push_back(&slot);
   }
   ~OwnSlot() {
-    std::lock_guard<std::mutex> lock(kernel_slots().lock);
+    const Hold lock(kernel_slots().lock);
     auto& all = kernel_slots().all;
     kernel_slots().ops_of_ended += slot.ops.load();
     all.erase(std::remove(all.begin(), all.end(), &slot), all.end());
@@ -63,14 +62,14 @@ KernelSlot* new_kernel_slot() {
 }
 
 uint64_t ops_counted() {
-  std::lock_guard<std::mutex> lock(kernel_slots().lock);
+  const Hold lock(kernel_slots().lock);
   uint64_t ops = kernel_slots().ops_of_ended;
   for (const KernelSlot* s : kernel_slots().all) ops += s->ops.load(std::memory_order_relaxed);
   return ops;
 }
 
 uint64_t ops_counted_of(unsigned long system_thread) {
-  std::lock_guard<std::mutex> lock(kernel_slots().lock);
+  const Hold lock(kernel_slots().lock);
   for (const KernelSlot* s : kernel_slots().all)
     if (s->system_thread == system_thread) return s->ops.load(std::memory_order_relaxed);
   return 0;
@@ -87,7 +86,7 @@ bool wait_until_kernel_is_left(double seconds) {
   for (;;) {
     bool inside = false;
     {
-      std::lock_guard<std::mutex> lock(kernel_slots().lock);
+      const Hold lock(kernel_slots().lock);
       for (const KernelSlot* s : kernel_slots().all)
         inside |= s != tl_kernel_slot && s->inside.load(std::memory_order_acquire) > 0;
     }

@@ -4,6 +4,7 @@
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/cell_bytes.h"
@@ -49,7 +50,7 @@ Cell* (*adopt_mapped)(c10::StorageImpl* s, uint32_t pins) = nullptr;
 Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   if (C10_UNLIKELY(!of_pool(s) && is_mapped(s)))
     if (Cell* c = adopt_mapped(s, pins)) return c;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   return adopt_locked(s, pins, ticks());
 }
 
@@ -110,7 +111,7 @@ void unadopt(Cell* c) {
   WeakStorage weak{StoragePtr()};
   StoragePtr s = c->storage.lock();
   if (!s) return;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   if (cell_of(s.get()) != c || !c->bytes.get()) return;
   if ((c->state.load() & kPinMask) > c->standing_pins) return;  // a pin outlives the budget, so the cell does, too
   if (!c->small) resident_cell_bytes -= c->nbytes;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/at_fork.h"
+#include "base/lock.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
@@ -16,9 +16,9 @@ SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 
 // Never destroyed: storages outlive statics.
-std::mutex& graph_lock() {
-  static auto& m = taken_by_forks(new std::mutex);
-  return m;
+Lock& graph_lock() {
+  static auto* lock = new Lock(LockId::kGraph);
+  return *lock;
 }
 
 Recycled<Cell>& cell_memory() {
@@ -31,8 +31,8 @@ Recycled<Version>& version_memory() {
   return *m;
 }
 
-std::condition_variable& residency_changed() {
-  static auto* c = new std::condition_variable;
+Condition& residency_changed() {
+  static auto* c = new Condition;
   return *c;
 }
 
@@ -105,7 +105,7 @@ void unregister_locked(Cell* c) {
 }
 
 void forget_moved() {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (uint64_t& bytes : moved_by_ended) bytes = 0;
   for_each_cell_locked([](Cell* c) { c->moved_bytes = 0; });
 }

@@ -1,21 +1,20 @@
 // Functions on single cells: their registry, totals, blocks and standing pins (types.h has the words).
 #pragma once
 
-#include <condition_variable>
-#include <mutex>
 #include <vector>
 
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/latest.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/file_range.h"
 #include "cells/types.h"
 
 namespace memmgr::pager {
 
-std::mutex& graph_lock();
+Lock& graph_lock();
 
 // Cells and versions are made and ended with every recorded op, always under the graph's lock. The memory of one that
 // has ended is reused for the next one. Malloc and free took a fifteenth of such an op.
@@ -48,7 +47,7 @@ class Recycled {
 Recycled<Cell>& cell_memory();
 Recycled<Version>& version_memory();
 
-std::condition_variable& residency_changed();  // notified whenever a cell stops being busy; waits on graph_lock()
+Condition& residency_changed();  // notified whenever a cell stops being busy; waits on graph_lock()
 
 // Bytes and other things that have to end outside of the lock.
 struct Trash {

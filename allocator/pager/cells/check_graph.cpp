@@ -1,14 +1,14 @@
 #include "cells/check_graph.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/debug.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/types.h"
 #include "cells/version.h"
@@ -135,7 +135,7 @@ std::string broken_equation() {
   Equations all;
   Sums sums;
   Graph graph;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (size_t i = 0; i < count_cells_locked(); ++i) {
     const Cell* c = cell_at_locked(i);
     check_cell(c, i, &all, &sums);
@@ -156,17 +156,13 @@ std::string broken_equation() {
   return all.broken();
 }
 
-static bool wanted_by_environment() {
-  const char* debug = std::getenv("MEMMGR_DEBUG");
-  return debug && std::strcmp(debug, "1") == 0;
-}
-
-std::atomic<bool> checks_graph{wanted_by_environment()};
+std::atomic<bool> checks_graph{is_debugging()};
 static std::atomic<double> share_of_time{1};
 static std::atomic<uint64_t> began{0}, spent{0};  // nanoseconds
 
 void set_graph_checks(double share) {
   checks_graph = share > 0;
+  checks_lock_ranks = true;  // for good: locks that a thread has would stay noted
   share_of_time = share;
   began = now_ns();
   spent = 0;

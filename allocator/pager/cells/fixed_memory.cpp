@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "base/budget.h"
+#include "base/lock.h"
 #include "base/mapped_areas.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
@@ -59,7 +60,7 @@ void end_locked(const Fixed& f) {
 bool takes_room(Owner owner) { return owner != Owner::kMappedFile; }
 
 void count_fixed(c10::StorageImpl* s, Owner owner) {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   if (!all_fixed().emplace(s, Fixed{WeakStorage::reclaim_copy(s), s->nbytes(), owner}).second) return;
   if (takes_room(owner)) mm_arena_add_outside(budget.arena, static_cast<int64_t>(s->nbytes()));
 }
@@ -74,13 +75,13 @@ void count_fixed(c10::StorageImpl* s) {
 }
 
 bool is_counted_as_fixed(const c10::StorageImpl* s) {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   return all_fixed().count(s) > 0;
 }
 
 void look_for_ended_fixed() {
   std::vector<WeakStorage> ended;  // their memory is freed without the lock
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (auto f = all_fixed().begin(); f != all_fixed().end();) {
     if (!f->second.storage.expired()) {
       ++f;
@@ -94,7 +95,7 @@ void look_for_ended_fixed() {
 
 void forget_fixed() {
   std::unordered_map<const c10::StorageImpl*, Fixed> ended;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (const auto& [s, f] : all_fixed()) end_locked(f);
   ended.swap(all_fixed());
 }
@@ -102,7 +103,7 @@ void forget_fixed() {
 FixedBytes fixed_bytes() {
   look_for_ended_fixed();
   FixedBytes bytes;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (const auto& [s, f] : all_fixed()) bytes.of[static_cast<size_t>(f.owner)] += f.nbytes;
   return bytes;
 }

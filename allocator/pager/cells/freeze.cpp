@@ -1,6 +1,7 @@
 #include "cells/freeze.h"
 
 #include "base/budget.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 
 namespace memmgr::pager {
@@ -15,7 +16,7 @@ void nothing_leaves(bool begin) {
 
 void hold_departures(bool begin) {
   // Victims are claimed under the lock, so later claims see the freeze
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   freezes.fetch_add(begin ? 1 : -1);
 }
 

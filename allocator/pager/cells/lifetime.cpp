@@ -1,6 +1,7 @@
 #include "cells/lifetime.h"
 
 #include "base/checksum.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/cell_bytes.h"
 #include "cells/names.h"
@@ -53,14 +54,14 @@ static void last_user_is_gone_locked(Cell* c, Remains* remains) {
 
 void last_user_is_gone(Cell* c) {
   Remains remains;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   last_user_is_gone_locked(c, &remains);
 }
 
 // Called when the storage ends.
 static void end_of_storage(Cell* c) {
   Remains remains;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   tell_storage_died_locked(c);
   end_name_locked(c);
   if (c->version) note_ghost_locked(c->version, c);
@@ -95,7 +96,7 @@ bool end_move_locked(Cell* c, bool absent) {
 void end_move(Cell* c, bool absent) {
   bool last;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     last = end_move_locked(c, absent);
   }
   if (last) last_user_is_gone(c);

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "base/budget.h"
+#include "base/lock.h"
 #include "base/mapped_areas.h"
 #include "base/private_member.h"
 #include "base/tensors.h"
@@ -188,7 +189,7 @@ void throw_file_failed(const Cell* c, int error) {
 
 uint64_t mapped_bytes() {
   uint64_t bytes = 0;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (const auto& m : living_mappings_locked())
     for (const Cell* c : m->cells)
       if (has_file_copy(c)) bytes += c->nbytes;

@@ -6,6 +6,7 @@
 #include <map>
 #include <vector>
 
+#include "base/lock.h"
 #include "base/mapped_areas.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
@@ -104,7 +105,7 @@ void claim_for(Cell* c, uint64_t name) {
 }  // namespace
 
 uint64_t name_of(c10::StorageImpl* s) {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   Cell* c = cell_of(s);
   if (c && c->name) return c->name;
   const uint64_t address = address_of(s), nbytes = s->nbytes();
@@ -132,7 +133,7 @@ uint64_t name_of(c10::StorageImpl* s) {
 }
 
 bool names_differ() {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (auto claim = claims().begin(); claim != claims().end();)
     claim = lives(claim->second) ? std::next(claim) : end_claim(claim);
   return !claims().empty();

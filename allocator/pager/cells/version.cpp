@@ -6,6 +6,7 @@
 #include "base/budget.h"
 #include "base/checksum.h"
 #include "base/clock.h"
+#include "base/lock.h"
 #include "cells/cell_bytes.h"
 #include "cells/copies.h"
 #include "cells/stream_order.h"
@@ -134,11 +135,11 @@ Version* new_version_locked(Cell* c, Trash* trash) {
 void settle_before_write(Cell* c) {
   Cell* copy = nullptr;
   const auto end_unused = [](Cell* unused) {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     cell_memory().end_locked(unused);
   };
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     const Version* v = c->version;
     const bool named = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c->nbytes);
     if (v->needed == 0 && !named) return;
@@ -171,7 +172,7 @@ void settle_before_write(Cell* c) {
   }
   counters.copies_before_write++;
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   Version* v = c->version;
   v->cell = copy;
   copy->version = v;
@@ -195,7 +196,7 @@ void begin_new_version(Cell* c) {
   for (;;) {
     settle_before_write(c);
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     const Version* v = c->version;
     if (v->needed > 0 && !(v->recipe && recipe_available_locked(v->recipe))) continue;
     new_version_locked(c, &trash);
@@ -206,7 +207,7 @@ void begin_new_version(Cell* c) {
 void drop_slot(Cell* c) {
   if (!budget.tier) return;
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   cancel_write_locked(c, &trash);
   if (c->slot >= 0) trash.slots.push_back(c->slot);
   c->slot = -1;

@@ -6,13 +6,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <vector>
 
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/gil.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "concurrency/python_threads.h"
 
@@ -30,9 +29,9 @@ constexpr uint64_t kRestsNs = 1'000'000'000;
 struct Admission {
   std::atomic<uint64_t> running{0};
   std::atomic<int> waiting{0};
-  std::mutex lock;
-  std::condition_variable changed;
-  std::vector<unsigned long> foreign;  // threads in ops of other libraries
+  Lock lock{LockId::kAdmission};
+  Condition changed;
+  std::vector<unsigned long> foreign GUARDED_BY(lock);  // threads in ops of other libraries
 };
 
 Admission& admission() {
@@ -50,7 +49,7 @@ bool fits(uint64_t running) {
 }
 
 // True if all ops under way belong to other libraries and their threads sleep. One waiting thread calls it repeatedly.
-bool all_foreign_and_rest_locked(const Admission& a, std::vector<Sleeper>* sleepers) {
+bool all_foreign_and_rest_locked(const Admission& a, std::vector<Sleeper>* sleepers) REQUIRES(a.lock) {
   if (a.foreign.empty() || a.running.load() >> kOpsShift != a.foreign.size()) {
     sleepers->clear();
     return false;
@@ -74,7 +73,7 @@ Admitted::Admitted(uint64_t bytes, bool alone, bool foreign) : asked_(kOneOp + s
   wait_for_admission(alone);
   if (C10_LIKELY(!foreign)) return;
   foreign_ = static_cast<unsigned long>(syscall(SYS_gettid));
-  std::lock_guard<std::mutex> lock(a.lock);
+  const Hold lock(a.lock);
   a.foreign.push_back(foreign_);
 }
 
@@ -89,7 +88,7 @@ void Admitted::wait_for_admission(bool alone) {
   if (C10_LIKELY(may_run())) return;
   counters.admission_waits++;
   WithoutGil released;
-  std::unique_lock<std::mutex> lock(a.lock);
+  Hold lock(a.lock);
   a.waiting++;
   std::vector<Sleeper> sleepers;
   // Bounded, because fixed bytes change without a notification.
@@ -106,29 +105,24 @@ void Admitted::wait_for_admission(bool alone) {
 Admitted::~Admitted() {
   Admission& a = admission();
   if (C10_UNLIKELY(foreign_)) {
-    std::lock_guard<std::mutex> lock(a.lock);
+    const Hold lock(a.lock);
     a.foreign.erase(std::find(a.foreign.begin(), a.foreign.end(), foreign_));
   }
   a.running.fetch_sub(asked_);
   if (C10_UNLIKELY(a.waiting.load(std::memory_order_relaxed) > 0)) {
-    std::lock_guard<std::mutex> lock(a.lock);
+    const Hold lock(a.lock);
     a.changed.notify_all();
   }
 }
 
-void forget_admission_in_child() {
-  Admission& a = admission();
-  new (&a.lock) std::mutex;
-  new (&a.changed) std::condition_variable;
-  a.waiting = 0;
-}
+static const bool renews_admission = in_forked_child([] { admission().waiting = 0; });
 
 bool others_are_running(bool inside) { return admission().running.load() >> kOpsShift > (inside ? 1 : 0); }
 
 void wait_for_others(double seconds) {
   Admission& a = admission();
   WithoutGil released;
-  std::unique_lock<std::mutex> lock(a.lock);
+  Hold lock(a.lock);
   a.waiting++;
   a.changed.wait_for(lock, std::chrono::duration<double>(seconds));
   a.waiting--;

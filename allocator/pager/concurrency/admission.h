@@ -30,6 +30,5 @@ constexpr double kPauseSeconds = 0.005;
 
 bool others_are_running(bool inside);  // inside: this thread has been admitted
 void wait_for_others(double seconds);
-void forget_admission_in_child();
 
 }  // namespace memmgr::pager

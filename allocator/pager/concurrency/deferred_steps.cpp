@@ -9,16 +9,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <exception>
 #include <iterator>
 #include <memory>
 #include <thread>
 #include <unordered_map>
 
-#include "base/at_fork.h"
 #include "base/budget.h"
 #include "base/gil.h"
+#include "base/lock.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
 #include "cells/stream_order.h"
@@ -45,8 +44,8 @@ struct Slice {
 using SlicePtr = std::shared_ptr<Slice>;
 
 struct Pending {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::condition_variable ended;
+  Lock lock{LockId::kSteps};
+  Condition ended;
   std::unordered_map<c10::StorageImpl*, SlicePtr> of_storage;
   bool may_wait = false;
   std::atomic<uint64_t> queued{0}, settled{0};  // slices on an accelerator
@@ -59,7 +58,7 @@ Pending& pending() {
 
 void end(const SlicePtr& slice) {
   {
-    std::lock_guard<std::mutex> lock(pending().lock);
+    const Hold lock(pending().lock);
     for (const auto& [s, n] : slice->tensors) pending().of_storage.erase(s);
   }
   pending_slices--;
@@ -74,7 +73,7 @@ bool begin(const SlicePtr& slice) {
     return found != pending().of_storage.end() && found->second == slice;
   };
   std::optional<WithoutGil> free;
-  std::unique_lock<std::mutex> lock(pending().lock);  // ends before the GIL is taken
+  Hold lock(pending().lock);  // ends before the GIL is taken
   while (waits()) {
     if (slice->runner == std::this_thread::get_id()) return false;
     if (slice->runner == std::thread::id()) {
@@ -174,7 +173,7 @@ void finish(const SlicePtr& slice, bool quietly = false) {
   if (!begin(slice)) return;
   std::exception_ptr failure = slice->failure ? slice->failure : run(slice);
   if (failure && quietly) {
-    std::lock_guard<std::mutex> lock(pending().lock);
+    const Hold lock(pending().lock);
     slice->failure = failure;
     slice->runner = {};
     pending().ended.notify_all();
@@ -211,7 +210,7 @@ void finish_of(const What& what) {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   c10::SmallVector<SlicePtr, 4> found;
   {
-    std::lock_guard<std::mutex> lock(pending().lock);
+    const Hold lock(pending().lock);
     collect_locked(what, &found);
   }
   finish_each(found);
@@ -220,7 +219,7 @@ void finish_of(const What& what) {
 // Returns true if every reader of the bytes is an op or a guarded reader. A holder of an address has a pin, too.
 bool is_watched(const c10::StorageImpl* s) {
   if (!s->device().is_cpu() && s->device() != budget.pool->device) return false;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   if (const Cell* c = cell_of(s)) return (c->state.load() & kPinMask) == 0;
   const auto deleter = pointer_of(s).get_deleter();
   return deleter == budget.pool->deleter() || deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
@@ -242,7 +241,7 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
   for (;;) {  // other threads may add slices while these end
     c10::SmallVector<SlicePtr, 4> before;
     {
-      std::lock_guard<std::mutex> lock(pending().lock);
+      const Hold lock(pending().lock);
       if (!pending().may_wait) return false;
       if (queues && (several_streams.load() || budget.pool->stream() != budget.pool->opened_on())) return false;
       for (const auto& [s, n] : slice->tensors) collect_locked(s, &before);
@@ -260,7 +259,7 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
 }
 
 void let_slices_wait(bool on) {
-  std::lock_guard<std::mutex> lock(pending().lock);
+  const Hold lock(pending().lock);
   pending().may_wait = on;
 }
 
@@ -271,7 +270,7 @@ void drop_unread_pending() {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   c10::SmallVector<SlicePtr, 4> unread;
   {
-    std::lock_guard<std::mutex> lock(pending().lock);
+    const Hold lock(pending().lock);
     for (const auto& [storage, slice] : pending().of_storage) {
       if (slice->runner != std::thread::id() || slice->tensors.begin()->first != storage) continue;
       const auto ours = [](const auto& t) { return c10::raw::intrusive_ptr::use_count(t.first) == t.second; };
@@ -291,7 +290,7 @@ void finish_all_pending(bool quietly) {
   while (pending_slices.load() > 0) {
     SlicePtr next;
     {
-      std::lock_guard<std::mutex> lock(pending().lock);
+      const Hold lock(pending().lock);
       for (const auto& [storage, slice] : pending().of_storage)
         if (slice->runner != std::this_thread::get_id() && !(quietly && slice->failure)) next = slice;
     }

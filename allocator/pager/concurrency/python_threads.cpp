@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -15,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/at_fork.h"
 #include "base/clock.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
+#include "base/lock.h"
 #include "cells/freeze.h"
 
 namespace memmgr::pager {
@@ -118,7 +117,7 @@ struct Other {
 };
 
 struct Others {
-  std::mutex& lock = taken_by_forks(new std::mutex);
+  Lock lock{LockId::kOtherThreads};
   std::vector<Other> all;
   uint64_t until_ns = 0;  // later no thread is waited for: one that has not gone on runs no op
 };
@@ -180,7 +179,7 @@ void let_others_end_their_ops() {
       found.push_back({thread, {system_thread}, top, PyFrame_GetLasti(top), ops_counted_of(system_thread)});
   });
   if (found.empty()) return;
-  std::lock_guard<std::mutex> lock(others().lock);
+  const Hold lock(others().lock);
   others().all = std::move(found);
   others().until_ns = 0;
   if (!waiting_for_others.exchange(true)) hold_departures(true);
@@ -196,7 +195,7 @@ void give_others_a_moment() {
     if (!each_other_thread(
             [&](unsigned long thread, PyFrameObject* top) { now[thread] = {top, PyFrame_GetLasti(top)}; }))
       return;
-    std::lock_guard<std::mutex> lock(others().lock);
+    const Hold lock(others().lock);
     auto& all = others().all;
     remove_locked(std::remove_if(all.begin(), all.end(), [&](const Other& o) {
       const auto there = now.find(o.thread);
@@ -209,7 +208,7 @@ bool others_are_in_their_ops() {
   if (!waiting_for_others.load()) return false;
   constexpr uint64_t kMostNs = 10'000'000'000;
   constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may be longer at their pieces of its op
-  std::lock_guard<std::mutex> lock(others().lock);
+  const Hold lock(others().lock);
   auto& all = others().all;
   const uint64_t now = now_ns();
   if (!others().until_ns) others().until_ns = now + kMostNs;
@@ -220,7 +219,7 @@ bool others_are_in_their_ops() {
 }
 
 void forget_others() {
-  std::lock_guard<std::mutex> lock(others().lock);
+  const Hold lock(others().lock);
   remove_locked(others().all.begin());
 }
 

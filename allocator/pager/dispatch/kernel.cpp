@@ -13,6 +13,7 @@
 #include "base/deferred_drop.h"
 #include "base/errors.h"
 #include "base/kernel_slots.h"
+#include "base/lock.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
@@ -73,7 +74,7 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
     if (c) made->push_back(c);
     if (!c || !info->uninitialized) continue;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       begin_newborn_locked(c);
     }
     unpin(c);
@@ -100,7 +101,7 @@ bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
   Cell* found = nullptr;
   StoragePtr storage;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for_each_cell_locked([&](Cell* c) {
       if (reinterpret_cast<uintptr_t>(c) == id) found = c;
     });
@@ -474,7 +475,7 @@ void rethrow_as_ours(const c10::OperatorHandle& op, const OpInfo* info, const to
 void send_away(Frame* frame, bool by_turns) {
   c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (const Touched& t : frame->cells())
       if (by_turns || may_be_dropped_locked(t.cell))
         if (StoragePtr held = hold(t.cell)) out.emplace_back(t.cell, std::move(held));

@@ -10,6 +10,7 @@
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/lock.h"
 #include "base/refusal.h"
 #include "base/seen_threads.h"
 #include "base/share.h"
@@ -218,7 +219,7 @@ void Call::outputs(Frame& frame) {
   bool any = false;
   {
     Trash trash;
-    std::unique_lock<std::mutex> lock(graph_lock(), std::defer_lock);
+    Hold lock(graph_lock(), std::defer_lock);
     for (size_t i = 0; i < storages.size(); ++i) {
       if (!newly_large(storages[i])) continue;
       if (!lock.owns_lock()) lock.lock();
@@ -254,7 +255,7 @@ void Call::outputs(Frame& frame) {
 void Call::attach_if_trusted(c10::ArrayRef<Version*> versions) {
   if (!is_trusted()) {
     if (measures() && recipe_->kind->trust.load() == Trust::kNew) {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       for (Version* v : versions) {
         if (!v || v->recipe) continue;
         v->presumed = true;
@@ -266,7 +267,7 @@ void Call::attach_if_trusted(c10::ArrayRef<Version*> versions) {
   }
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     attach_locked(std::move(recipe_), versions, &trash);
   }
   keep_recipes_few();
@@ -292,7 +293,7 @@ void Call::attach_write(const Frame& frame) {
   }
   c10::StorageImpl* s = nullptr;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     s = static_cast<c10::StorageImpl*>(written->storage._unsafe_get_target());
   }
   if (!s || cell_of(s) != written) {

@@ -5,7 +5,6 @@
 #include <ATen/core/stack.h>
 
 #include <memory>
-#include <mutex>
 
 #include "base/tensors.h"
 #include "cells/cell.h"

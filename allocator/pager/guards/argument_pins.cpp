@@ -6,6 +6,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/errors.h"
+#include "base/lock.h"
 #include "base/refusal.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
@@ -40,7 +41,7 @@ void pin_dealloc(PyObject* self) {
   }
   if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
   if (reinterpret_cast<PinObject*>(self)->held) {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (auto& [c, s] : *pins) end_held_locked(c);
   }
   for (auto& [c, s] : *pins) {
@@ -111,7 +112,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
     if (reader) ++tl_readers;
     self->held = !reader && !region;
     if (self->held) {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       for (auto& [c, s] : *self->cells) begin_held_locked(c);
     }
     return reinterpret_cast<PyObject*>(self);

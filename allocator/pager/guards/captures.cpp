@@ -1,6 +1,7 @@
 #include "guards/captures.h"
 
 #include "base/budget.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
@@ -19,7 +20,7 @@ namespace {
 // Returns the absent cells with their storages: the evicted ones, or the others.
 std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
   std::vector<std::pair<Cell*, StoragePtr>> found;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for_each_cell_locked([&](Cell* c) {
     if (!(c->state.load() & kAbsent) || c->given_up || (c->absence == Absence::kEvicted) != evicted) return;
     if (StoragePtr s = hold(c)) found.emplace_back(c, std::move(s));
@@ -55,7 +56,7 @@ void begin_capture() {
   cut_recipes(true);
   budget.pool->settle();
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // no stream waits inside the graph
   }
   nothing_leaves(true);

@@ -9,7 +9,7 @@
 #define MEMMGR_HAS_WORKS
 #endif
 
-#include "base/at_fork.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
 
@@ -25,8 +25,8 @@ struct InFlight {
 };
 
 struct Works {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::list<InFlight> all;
+  Lock lock{LockId::kWorks};
+  std::list<InFlight> all GUARDED_BY(lock);
   std::atomic<size_t> count{0};
 };
 
@@ -51,7 +51,7 @@ void end_works(Ended&& ended) {
   std::vector<Cell*> done;
   {
     Works& w = works();
-    std::lock_guard<std::mutex> lock(w.lock);
+    const Hold lock(w.lock);
     for (auto it = w.all.begin(); it != w.all.end();) {
       if (!ended(it->work)) {
         ++it;
@@ -64,7 +64,7 @@ void end_works(Ended&& ended) {
   }
   if (done.empty()) return;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (Cell* c : done) end_held_locked(c);
   }
   for (Cell* c : done) unpin(c);
@@ -74,11 +74,11 @@ void end_works(Ended&& ended) {
 
 void keep_until_done(const c10::intrusive_ptr<Target>& work, std::vector<Cell*> pinned) {
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (Cell* c : pinned) begin_held_locked(c);
   }
   Works& w = works();
-  std::lock_guard<std::mutex> lock(w.lock);
+  const Hold lock(w.lock);
   w.all.push_back({c10::weak_intrusive_ptr<Target>(work), std::move(pinned)});
   w.count = w.all.size();
 }
@@ -88,7 +88,7 @@ void poll_works() {
   std::vector<c10::intrusive_ptr<Target>> living;
   {
     Works& w = works();
-    std::lock_guard<std::mutex> lock(w.lock);
+    const Hold lock(w.lock);
     for (const InFlight& flight : w.all)
       if (auto work = flight.work.lock()) living.push_back(std::move(work));
   }

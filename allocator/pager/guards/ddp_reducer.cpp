@@ -12,6 +12,7 @@
 #endif
 
 #include "base/clock.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
 #include "cells/types.h"
@@ -79,8 +80,8 @@ struct Last {
 };
 
 struct Accumulated {
-  std::mutex lock;
-  std::vector<Last> all;  // one for each thread
+  Lock lock{LockId::kAccumulated};
+  std::vector<Last> all GUARDED_BY(lock);  // one for each thread
 };
 
 Accumulated& accumulated() {
@@ -90,7 +91,7 @@ Accumulated& accumulated() {
 
 // Returns the cells that `node` has touched in this thread. The cells of another node move to `before`, whose pins the
 // caller ends outside of the lock.
-std::vector<Cell*>& touched_locked(const void* node, std::vector<Cell*>* before) {
+std::vector<Cell*>& touched_locked(const void* node, std::vector<Cell*>* before) REQUIRES(accumulated().lock) {
   for (Last& last : accumulated().all)
     if (last.thread == std::this_thread::get_id()) {
       if (last.node != node) before->swap(last.pinned);
@@ -104,7 +105,7 @@ std::vector<Cell*>& touched_locked(const void* node, std::vector<Cell*>* before)
 void give_back(const std::vector<Cell*>& cells) {
   if (cells.empty()) return;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (Cell* c : cells) end_held_locked(c);
   }
   for (Cell* c : cells) unpin(c);
@@ -116,8 +117,8 @@ void keep(Each&& each) {
   if (!node || !dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get())) return;
   std::vector<Cell*> before;
   {
-    std::lock_guard<std::mutex> lock(accumulated().lock);
-    std::lock_guard<std::mutex> graph(graph_lock());
+    const Hold lock(accumulated().lock);
+    const Hold graph(graph_lock());
     std::vector<Cell*>& pinned = touched_locked(node.get(), &before);
     each([&](Cell* c) {
       pin(c, ticks());
@@ -135,7 +136,7 @@ void reducers_listen(bool begin) {
   if (reducers_listening.load() > 0) return;
   std::vector<Last> all;
   {
-    std::lock_guard<std::mutex> lock(accumulated().lock);
+    const Hold lock(accumulated().lock);
     all.swap(accumulated().all);
   }
   for (const Last& last : all) give_back(last.pinned);

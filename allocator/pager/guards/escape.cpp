@@ -4,6 +4,7 @@
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/lock.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
@@ -31,7 +32,7 @@ void escape(Cell* c, Escape why) {
     throw;
   }
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (c->escape == Escape::kNone) {
       c->escape = why;
       name_escaped_locked(c);

@@ -14,6 +14,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/errors.h"
+#include "base/lock.h"
 #include "base/private_member.h"
 #include "base/seen_threads.h"
 #include "base/thread_state.h"
@@ -31,7 +32,7 @@ ForeignScope::ForeignScope() : outer_(tl_foreign) { tl_foreign = this; }
 ForeignScope::~ForeignScope() {
   tl_foreign = outer_;
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (const WeakStorage& weak : kept_) {
     // A storage that has ended has no cell, and a cell of a later budget has another serial.
     Cell* c = cell_of(weak._unsafe_get_target());
@@ -46,7 +47,7 @@ ForeignScope::~ForeignScope() {
 
 void ForeignScope::keep(Cell* c) {
   if (c->small || serials_.count(c->serial)) return;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   if ((c->state.load() & kDead) || !c->storage._unsafe_get_target()) return;
   serials_.insert(c->serial);
   kept_.push_back(c->storage);

@@ -18,6 +18,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -39,7 +40,7 @@ namespace {
 // Makes an absent cell busy whose bytes are in the tier. `in_file`: only if the file is its copy.
 bool begin_move_below(Cell* c, bool in_file) {
   uint32_t absent = kAbsent;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   const bool below = in_file ? has_file_copy(c) : c->slot >= 0;
   return below && c->absence == Absence::kOffloaded && c->state.compare_exchange_strong(absent, kAbsent | kBusy);
 }
@@ -100,7 +101,7 @@ void move_to_mapping(Cell* c) {
   }
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (in_mapping(c)) {
       last = end_move_locked(c, false);
     } else {
@@ -125,7 +126,7 @@ bool share_mapping(c10::StorageImpl* s) {
   std::vector<std::pair<Cell*, WeakStorage>> found;
   bool any = false;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     each_over_locked(s, [&](Cell* c) {
       any = true;
       if (!stays_in_mapping(c)) found.emplace_back(c, c->storage);
@@ -152,7 +153,7 @@ static Cell* adopt_shared(c10::StorageImpl* s, uint32_t pins) {
   bool shared = share_mapping(s);
   for (Cell* c; adoptable(s); shared |= share_mapping(s)) {  // another cell may have been made over these bytes
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       c = adopt_locked(s, pins + shared, ticks());
     }
     if (!c) continue;
@@ -184,7 +185,7 @@ static std::vector<std::pair<Cell*, WeakStorage>> cells_of_file(const char* path
   std::vector<std::pair<Cell*, WeakStorage>> found;
   struct stat wanted{}, one{};
   if (stat(path, &wanted) != 0) return found;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (const auto& m : living_mappings_locked()) {
     if (m->fd < 0 || fstat(m->fd, &one) != 0 || one.st_dev != wanted.st_dev || one.st_ino != wanted.st_ino) continue;
     for (Cell* c : m->cells)
@@ -206,7 +207,7 @@ static bool forget_file_in_pool(Cell* c) {
   const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
   if (!there || in_mapping(c)) return false;
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   forget_file_locked(c, &trash);
   return true;
 }
@@ -233,7 +234,7 @@ static void move_to_pool(Cell* c) {
   bool last;
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     forget_file_locked(c, &trash);
     if (absent) {
       last = come_back_locked(c, std::move(block), kNotFilled, &trash);

@@ -4,6 +4,7 @@
 
 #include "base/budget.h"
 #include "base/deferred_drop.h"
+#include "base/lock.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
@@ -25,7 +26,7 @@ void forget_askers() { several_streams = in_order = profiled = without_trap = fa
 static void set_asker(std::atomic<bool>& flag, bool on) {
   std::vector<StoragePtr> held;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     flag = on;
     without_trap = several_streams || profiled;  // cells that are evicted later are shown in the same way
     for_each_cell_locked([&](Cell* c) {

@@ -8,6 +8,7 @@
 
 #include "base/budget.h"
 #include "base/deferred_drop.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -118,7 +119,7 @@ void Frame::begin_writes() {
 void Frame::end_newborns() {
   for (const Touched& t : cells_)
     if (C10_UNLIKELY(t.cell->newborn)) {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       if (t.cell->newborn) end_newborn_locked(t.cell);
     }
 }
@@ -130,7 +131,7 @@ bool Frame::one_by_one() {
   c10::SmallVector<StoragePtr, 8> held;  // an unpinned cell must not end
   bool any = false, all = true;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (const Touched& t : cells_) {
       any |= t.cell->version && t.cell->version->evicted;
       held.push_back(hold(t.cell));

@@ -17,6 +17,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
+#include "base/lock.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
@@ -45,7 +46,7 @@ std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
   // Cells with the time of their last touch, which other threads go on changing.
   std::vector<std::pair<uint64_t, std::pair<Cell*, StoragePtr>>> found;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for_each_cell_locked([&](Cell* c) {
       if (c->storage._unsafe_get_target())
         if (StoragePtr s = hold(c)) found.push_back({c->last_touch.load(std::memory_order_relaxed), {c, std::move(s)}});

@@ -13,9 +13,8 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <mutex>
 
-#include "base/at_fork.h"
+#include "base/lock.h"
 #include "base/private_member.h"
 #include "base/seen_threads.h"
 
@@ -117,8 +116,8 @@ void write_switches(const Switches& now, const Switches& then) {
 }
 
 struct Interned {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::deque<Switches> all;  // addresses stay valid
+  Lock lock{LockId::kNumerics};
+  std::deque<Switches> all GUARDED_BY(lock);  // addresses stay valid
 };
 
 Interned& interned() {
@@ -128,7 +127,7 @@ Interned& interned() {
 
 const Switches& switches_of(int id) {
   Interned& known = interned();
-  std::lock_guard<std::mutex> lock(known.lock);
+  const Hold lock(known.lock);
   return known.all[static_cast<size_t>(id)];
 }
 
@@ -163,7 +162,7 @@ C10_NOINLINE Seen& last_seen() {  // not inlined: the compiler would look up the
 
 int intern(const Switches& now) {
   Interned& known = interned();
-  std::lock_guard<std::mutex> lock(known.lock);
+  const Hold lock(known.lock);
   for (size_t i = 0; i < known.all.size(); ++i)
     if (known.all[i] == now) return static_cast<int>(i);
   known.all.push_back(now);

@@ -1,11 +1,10 @@
 #include "ops/op_info.h"
 
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
 
-#include "base/at_fork.h"
+#include "base/lock.h"
 
 namespace memmgr::pager {
 
@@ -433,12 +432,12 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
   Entry& e = recent[(hash >> 6) % 1024];
   const uint32_t ended = ended_ops.load(std::memory_order_relaxed);
   if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op && e.ended == ended)) return e.info;
-  static auto& lock = taken_by_forks(new std::mutex);
+  static auto& lock = *new Lock(LockId::kOpInfos);
   static auto* all = new std::unordered_map<c10::OperatorHandle, std::pair<OpInfo*, uint32_t>>;
   static auto* listening = new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountsEnds>()));
   (void)listening;
-  std::lock_guard<std::mutex> held(lock);
+  const Hold held(lock);
   auto& [info, then] = (*all)[op];
   // Torch's own entries are kept: their signatures have earned trust.
   if (!info || (then != ended && !(info->torchs && is_torchs(op)))) info = new OpInfo(op);

@@ -7,34 +7,34 @@
 
 #include "base/budget.h"
 #include "base/gil.h"
+#include "base/lock.h"
 #include "pools/pool.h"
 #include "pools/stream_rules.h"
 
 namespace memmgr::pager {
 
-std::mutex& drawing_lock() {
-  static auto* m = new std::mutex;
-  return *m;
+static Lock& drawing_lock() {
+  static auto* lock = new Lock(LockId::kDrawing);
+  return *lock;
 }
 
 static thread_local bool tl_drawing = false;
 
-Drawing::Drawing(std::unique_lock<std::mutex> lock) : lock_(std::move(lock)) { tl_drawing = true; }
-
 void Drawing::unlock() {
-  lock_.unlock();
+  owns_ = false;
+  drawing_lock().unlock();
   tl_drawing = false;
 }
 
 // The owner of the lock may need the GIL, so no thread waits for the lock with the GIL.
 Drawing begin_drawing() {
   if (tl_drawing) return {};
-  std::unique_lock<std::mutex> lock(drawing_lock(), std::try_to_lock);
-  if (!lock.owns_lock()) {
+  if (!drawing_lock().try_lock()) {
     const WithoutGil released;
-    lock.lock();
+    drawing_lock().lock();
   }
-  return Drawing(std::move(lock));
+  tl_drawing = true;
+  return Drawing(true);
 }
 
 namespace {

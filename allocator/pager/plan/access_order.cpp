@@ -6,6 +6,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/copies.h"
@@ -53,7 +54,7 @@ bool make_room_behind(uint64_t bytes, uint32_t until) {
   for (uint32_t back = 0; released < bytes; ++back) {
     Cell* c;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       const TurnOrder& o = turn_order();
       if (!o.applies() || back + until >= o.count()) return false;
       c = o.before(back);
@@ -168,7 +169,7 @@ static const bool foretells =
 static void write_behind() {
   constexpr uint32_t kLooks = 16;
   constexpr size_t kMostWrites = 4;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   const TurnOrder& o = turn_order();
   if (!o.applies() || !may_be_offloaded()) return;
   for (uint32_t back = 0; back < std::min(kLooks, o.count()) && writes_under_way().size() < kMostWrites; ++back)
@@ -184,7 +185,7 @@ void read_in_order() {
     Cell* c;
     StoragePtr held;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       const TurnOrder& o = turn_order();
       for (;; ++places) {
         if (!o.applies() || places >= o.count() || ahead >= most) return;

@@ -8,6 +8,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
@@ -126,7 +127,7 @@ void depart_in_group_locked(Follower& f, const PlanRow& row) {
 
 // Called when no recipe of the group can run that would read the cells.
 void end_group() {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   Follower& f = follower();
   for (const Unread& u : f.unread)
     if (u.departs) depart_locked(f, u.ordinal, u.how);
@@ -171,7 +172,7 @@ void read_ahead(std::vector<uint32_t> due) {
     Cell* c;
     StoragePtr held;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       c = cell_locked(follower(), ordinal);
       if (!c || c->resident() || !c->storage._unsafe_get_target()) continue;
       held = hold(c);
@@ -189,7 +190,7 @@ void read_ahead(std::vector<uint32_t> due) {
     }
   }
   if (later.empty()) return;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   Follower& f = follower();
   if (f.leads) f.deferred.insert(f.deferred.begin(), later.begin(), later.end());
 }
@@ -218,7 +219,7 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     Cell* c;
     StoragePtr held;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       Follower& f = follower();
       if (!f.leads) return;  // the waiting cells were forgotten with the plan
       if (row.what != Row::kMake) {
@@ -250,7 +251,7 @@ static const bool lets_planned_go =
     (room_sources.planned = &let_planned_go_in_malloc, room_sources.plan_is_short = &note_short, true);
 
 void add_plan(FollowedPlan plan) {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   Follower& f = follower();
   for (const FollowedPlan& p : f.plans)
     if (p.hashes == plan.hashes) plan.after = p.after;
@@ -260,7 +261,7 @@ void add_plan(FollowedPlan plan) {
 }
 
 void drop_plans() {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   lead_locked(follower(), nullptr, 0);
   follower() = Follower();
 }
@@ -290,7 +291,7 @@ void follow_before(uint32_t position) {
   std::vector<PlanRow> group;
   std::vector<KeptRow> kept;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     Follower& f = follower();
     if (!f.leads) return;
     const FollowedPlan& p = *f.leads;
@@ -320,7 +321,7 @@ void follow_after(uint32_t position) {
   std::vector<uint32_t> deferred;
   std::vector<Cell*> ended;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     Follower& f = follower();
     if (!f.leads) return;
     const FollowedPlan& p = *f.leads;
@@ -347,7 +348,7 @@ uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
     Cell* c = nullptr;
     Going next{};
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       Follower& f = follower();
       if (f.going.empty() && (std::exchange(again, true) || !go_again_locked(f))) break;  // once: some stay resident
       const auto place = released == 0 ? place_of_locked(f, request) : f.going.begin();
@@ -366,11 +367,11 @@ uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
       }
     }
     released += leave_claimed(c, next.way);
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     follower().gone.push_back(next);
   }
   if (!pinned.empty()) {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     follower().going.insert(follower().going.begin(), pinned.begin(), pinned.end());
   }
   return released;
@@ -378,14 +379,14 @@ uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
 
 void note_short() {
   if (!plan_leads()) return;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   follower().ran_short = true;
 }
 
 Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t passes) {
   Followed result;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     Follower& f = follower();
     const auto met =
         std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.hashes.back() == hash; });

@@ -1,10 +1,9 @@
 #include "plan/loops.h"
 
 #include <algorithm>
-#include <condition_variable>
 
-#include "base/at_fork.h"
 #include "base/budget.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "residency/reclaim.h"
 #include "residency/transfer.h"
@@ -26,8 +25,8 @@ constexpr size_t kMostKnown = 8;  // loops
 
 // The last turns, handed to the thread that waits for loops.
 struct Told {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::condition_variable ended;
+  Lock lock{LockId::kLoops};
+  Condition ended;
   bool stop = false, fresh = false;
   Timeline timeline;
   Followed followed;
@@ -166,7 +165,7 @@ void end_turn(LoopTurn turn) {
   counters.loop_turns++;
   Told& t = told();
   {
-    std::lock_guard<std::mutex> lock(t.lock);
+    const Hold lock(t.lock);
     t.same = t.hash == ended.hash() ? t.same + 1 : 1;
     t.hash = ended.hash();
     if ((followed.to_the_end && !followed.ran_short) || (t.same & (t.same - 1)) != 0) return;
@@ -179,14 +178,14 @@ void end_turn(LoopTurn turn) {
 
 bool wait_for_loop() {
   Told& t = told();
-  std::unique_lock<std::mutex> lock(t.lock);
+  Hold lock(t.lock);
   t.ended.wait(lock, [&] { return t.fresh || t.stop; });
   return !t.stop;
 }
 
 void begin_wait_for_loop() {
   Told& t = told();
-  std::lock_guard<std::mutex> lock(t.lock);
+  const Hold lock(t.lock);
   t.stop = t.fresh = false;
   t.hash = t.same = 0;
 }
@@ -194,7 +193,7 @@ void begin_wait_for_loop() {
 void end_wait_for_loop() {
   Told& t = told();
   {
-    std::lock_guard<std::mutex> lock(t.lock);
+    const Hold lock(t.lock);
     t.stop = true;
   }
   t.ended.notify_one();
@@ -202,7 +201,7 @@ void end_wait_for_loop() {
 
 bool take_loop(Timeline* ended, Followed* followed) {
   Told& t = told();
-  std::lock_guard<std::mutex> lock(t.lock);
+  const Hold lock(t.lock);
   if (!t.fresh) return false;
   t.fresh = false;
   *ended = std::move(t.timeline);

@@ -2,11 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <mutex>
 #include <optional>
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "plan/access_order.h"
 #include "plan/follow.h"
@@ -55,7 +55,7 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
   const uint64_t now = ticks();
   uint32_t at;
   {
-    std::unique_lock<std::mutex> lock(graph_lock());
+    Hold lock(graph_lock());
     Period& p = period_locked();
     if (std::optional<LoopTurn> turn = turn_locked(p, info, frame)) {
       lock.unlock();
@@ -85,7 +85,7 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
     begins(info, Frame(), false);  // the op has run: actions that are due wait for the next op
     if (position_ < 0) return;
   }
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   Period& p = period_locked();
   const auto at = static_cast<size_t>(position_);
   if (at + 1 != p.noted.ops.size()) return;  // another thread's op came between, or the period has ended
@@ -124,7 +124,7 @@ void turn_period() {
   if (!timeline_on.load(std::memory_order_relaxed) && !short_begins_loops.load(std::memory_order_relaxed)) return;
   bool cut;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     Period& p = period_locked();
     seeker().backward();
     cut = p.loop;
@@ -138,7 +138,7 @@ void turn_period() {
 }
 
 Timeline next_period(bool noted) {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   Period& p = period_locked();
   seeker().passed(p.noted.ops.size());
   Timeline ended = begin_next(p, noted);
@@ -151,7 +151,7 @@ Timeline next_period(bool noted) {
 }
 
 void seek_loops(bool on) {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   seeker().reset(on);
   forget_steady_locked();
   forget_order_locked();

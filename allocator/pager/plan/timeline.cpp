@@ -1,12 +1,12 @@
 #include "plan/timeline.h"
 
 #include <algorithm>
-#include <mutex>
 #include <unordered_map>
 #include <utility>
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/lock.h"
 #include "base/module_of_op.h"
 #include "cells/cell.h"
 #include "pools/pool.h"
@@ -132,7 +132,7 @@ void forget_steady_locked() {
 
 void OpTimer::begin() {
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     points_ = period_locked().noted.points;
   }
   if (!points_) return;  // the period has ended in between
@@ -158,10 +158,10 @@ void take_device_times(Timeline* t) {
   struct Least {
     float clean = -1, waited = -1;
   };
-  static std::mutex lock;
+  static auto& lock = *new Lock(LockId::kDeviceTimes);
   static auto* known = new std::unordered_map<uint64_t, Least>;
   constexpr size_t kMostKnown = 1 << 16;
-  std::lock_guard<std::mutex> hold(lock);
+  const Hold hold(lock);
   if (known->size() > kMostKnown) known->clear();
   int last = -1;
   for (size_t i = 0; i < t->ops.size(); ++i) {

@@ -28,7 +28,7 @@ void look_at_small_blocks();
 
 inline bool is_small_block(uint64_t nbytes) { return nbytes >= kLeastCell && nbytes < kLargestSmall; }
 
-// Notes a block that the pool has given out. `nbytes` is what was asked for.
+// Notes a block that the pool has given out. `nbytes`: as asked for.
 inline void note_block_taken(uint64_t nbytes) {
   const uint64_t unit = nbytes <= 8192 ? 64 : MM_UNIT;  // as the arena rounds
   const uint64_t bytes = (nbytes + unit - 1) / unit * unit;

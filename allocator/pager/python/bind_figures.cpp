@@ -9,6 +9,7 @@
 #include "base/deferred_drop.h"
 #include "base/errors.h"
 #include "base/kernel_slots.h"
+#include "base/lock.h"
 #include "base/refusal.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
@@ -90,7 +91,7 @@ PyObject* py_describe(PyObject*, PyObject* o) {
   const StoragePtr s = storage_of(o);
   std::optional<CellRow> row;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (Cell* c = s ? cell_of(s.get()) : nullptr) row.emplace(c);
   }
   if (!row) Py_RETURN_NONE;
@@ -101,7 +102,7 @@ PyObject* py_describe(PyObject*, PyObject* o) {
 PyObject* py_cells(PyObject*, PyObject*) {
   std::vector<CellRow> rows;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for_each_cell_locked([&](Cell* c) { rows.emplace_back(c); });
   }
   PyObject* list = PyList_New(0);
@@ -130,7 +131,7 @@ PyObject* py_set_purpose(PyObject*, PyObject* args) {
   std::vector<StoragePtr> storages;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) storages.push_back(storage_of(PyList_GET_ITEM(tensors, i)));
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (const StoragePtr& s : storages)
       if (Cell* c = s ? cell_of(s.get()) : nullptr; c && !c->small && c->purpose == Purpose::kOther)
         c->purpose = static_cast<Purpose>(purpose);  // set once, so that no sum by purpose falls
@@ -209,7 +210,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
     Escape latest = Escape::kNone;
   } exported;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     cells = count_cells_locked();
     for (size_t purpose = 0; purpose < kPurposes; ++purpose) of[purpose].moved = moved_by_ended[purpose];
     for_each_cell_locked([&](Cell* c) {
@@ -323,7 +324,7 @@ PyObject* py_check_graph(PyObject*, PyObject*) { return PyUnicode_FromString(bro
 PyObject* py_miscount(PyObject*, PyObject* o) {
   const long long bytes = PyLong_AsLongLong(o);
   if (PyErr_Occurred()) return nullptr;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   held_bytes += static_cast<uint64_t>(bytes);
   Py_RETURN_NONE;
 }

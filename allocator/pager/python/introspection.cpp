@@ -14,6 +14,7 @@
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/events.h"
+#include "base/lock.h"
 #include "base/module_of_op.h"
 #include "base/share.h"
 #include "base/tensors.h"
@@ -136,7 +137,7 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
   std::map<uint32_t, Share> modules;
   const uint64_t now = ticks();
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for_each_cell_locked([&](Cell* c) {
       if (c->small) return;
       const bool absent = c->state.load() & kAbsent, held = !absent && is_held(c);
@@ -191,7 +192,7 @@ PyObject* py_memory_map(PyObject*, PyObject* o) {
   if (budget.arena) {
     const auto* base = static_cast<const char*>(mm_arena_base(budget.arena));
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       for_each_cell_locked([&](Cell* c) {
         const void* p = block_of(c);
         if (c->small || !c->resident() || !p || !mm_arena_owns(budget.arena, p)) return;
@@ -241,7 +242,7 @@ PyObject* py_storage_info(PyObject*, PyObject* o) {
 PyObject* py_resident_cells(PyObject*, PyObject*) {
   std::vector<std::pair<unsigned long long, unsigned long long>> found;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for_each_cell_locked([&](Cell* c) {
       if (!c->small && c->resident())
         found.emplace_back(reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()), c->nbytes);

@@ -16,6 +16,7 @@
 #include "base/events.h"
 #include "base/kernel_slots.h"
 #include "base/link.h"
+#include "base/lock.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
@@ -105,7 +106,10 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     o.apart = apart;
     budget.options = o;
     least_born_bytes = small_bytes;
-    budget.tier_error.clear();
+    {
+      const Hold lock(budget.error_lock);
+      budget.tier_error.clear();
+    }
     budget.pool = pool;
     budget.arena = pool->arena;
     mm_arena_set_layout(budget.arena, o.remap, o.apart);
@@ -136,7 +140,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
 std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
   std::vector<std::pair<Cell*, WeakStorage>> weak;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for_each_cell_locked([&](Cell* c) {
       if (c->storage._unsafe_get_target()) weak.emplace_back(c, c->storage);
     });
@@ -248,7 +252,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     cells.clear();
     {
       // A cell that could not be restored is lost with the tier: its slot must not be taken for one of a later tier.
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       for_each_cell_locked([](Cell* c) { c->slot = -1, c->given_up |= !c->resident(); });
     }
     Py_BEGIN_ALLOW_THREADS;

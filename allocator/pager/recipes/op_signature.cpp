@@ -1,13 +1,12 @@
 #include "recipes/op_signature.h"
 
 #include <algorithm>
-#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
-#include "base/at_fork.h"
 #include "base/budget.h"
+#include "base/lock.h"
 
 namespace memmgr::pager {
 
@@ -27,9 +26,9 @@ namespace {
 constexpr uint32_t kTriedEnough = 32;  // a program with fixed shapes rarely has as many signatures in a family
 
 struct Kinds {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::unordered_map<uint64_t, Kind*> all;  // they live as long as the process: recipes point at them
-  std::unordered_map<uint64_t, Family*> families;
+  Lock lock{LockId::kKinds};
+  std::unordered_map<uint64_t, Kind*> all GUARDED_BY(lock);  // they live as long as the process: recipes point at them
+  std::unordered_map<uint64_t, Family*> families GUARDED_BY(lock);
 };
 
 Kinds& kinds() {
@@ -99,7 +98,7 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
   const auto holds = [](const Kind* k) { return !k->of_family || (k->trusted() && !budget.options.verify); };
   if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
   Kinds& known = kinds();
-  std::lock_guard<std::mutex> lock(known.lock);
+  const Hold lock(known.lock);
   const auto found = known.all.find(hash);
   if (found != known.all.end()) {
     e = {hash, found->second};
@@ -131,7 +130,7 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
 }
 
 void end_trial(Kind* kind, bool same) {
-  std::lock_guard<std::mutex> lock(kinds().lock);
+  const Hold lock(kinds().lock);
   kind->trust.store(same ? Trust::kYes : Trust::kNo);
   if (!same) counters.refused_kinds++;
   Family& family = *kind->family;
@@ -145,7 +144,7 @@ void end_trial(Kind* kind, bool same) {
 }
 
 void refuse_families_locked(const Recipe* recipe) {
-  std::lock_guard<std::mutex> lock(kinds().lock);
+  const Hold lock(kinds().lock);
   std::unordered_set<const Recipe*> seen;
   std::vector<const Recipe*> open{recipe};
   while (!open.empty()) {
@@ -167,13 +166,13 @@ void note_seconds(Kind* kind, double seconds) {
 }
 
 double seconds_by_family(const Recipe& r) {
-  std::lock_guard<std::mutex> lock(kinds().lock);
+  const Hold lock(kinds().lock);
   const Family& family = *r.kind->family;
   return family.read_bytes > 0 ? family.seconds / family.read_bytes * static_cast<double>(bytes_of(r)) : 0;
 }
 
 uint64_t untried_bytes() {
-  std::lock_guard<std::mutex> lock(kinds().lock);
+  const Hold lock(kinds().lock);
   uint64_t most = 0;
   for (const auto& [hash, kind] : kinds().all)
     if (kind->trust.load() == Trust::kNew) most = std::max(most, kind->needs_bytes.load());
@@ -181,7 +180,7 @@ uint64_t untried_bytes() {
 }
 
 void forget_untried() {
-  std::lock_guard<std::mutex> lock(kinds().lock);
+  const Hold lock(kinds().lock);
   for (const auto& [hash, kind] : kinds().all) kind->needs_bytes = 0;
 }
 

@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "base/budget.h"
+#include "base/lock.h"
 #include "base/module_of_op.h"
 #include "base/private_member.h"
 #include "cells/adoption.h"
@@ -201,7 +202,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   const Trust trust = r->kind->trust.load(std::memory_order_relaxed);
   if (trust == Trust::kNo) return nullptr;
   r->checked = trust == Trust::kFamily;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   uint16_t depth = 0;
   for (size_t i = 0; i < r->tensors.size() && d.ok; ++i) {
     Cell* c = d.cells[i];
@@ -236,7 +237,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
 void discard(std::unique_ptr<Recipe> recipe) {
   if (!recipe) return;
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (const TensorArg& a : recipe->tensors)
     if (a.version) release_version_locked(a.version, &trash);
   recipe_bytes -= recipe->bytes;
@@ -270,7 +271,7 @@ void keep_recipes_few() {
 
 void cut_recipes(bool all) {
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   std::vector<std::pair<uint64_t, Version*>> found;
   for_each_cell_locked([&](Cell* c) {
     Version* v = c->version;

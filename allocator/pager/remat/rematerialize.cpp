@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
+#include "base/lock.h"
 #include "base/wait.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
@@ -74,7 +75,7 @@ struct Plan {
 
   ~Plan() {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (Version* v : lent) {
       if (worth_keeping_locked(v)) {
         v->kept = true;
@@ -136,7 +137,7 @@ class Input {
   bool fetch(const Version* v, Source* source, bool beside_others) {
     bool aside = false;
     for (;; std::this_thread::yield()) {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       Cell* c = v->cell;
       if (!c) return false;
       if (!pin_living_locked(c, ticks())) continue;
@@ -192,7 +193,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
   StoragePtr storage;
   Cell* c;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     c = v->cell;
     if (!c || !v->evicted || c->version != v) return false;
     uint32_t state = c->state.load();
@@ -214,7 +215,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
   }
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     at::DataPtr& p = pointer_of(made.get());
     c->last_touch.store(ticks(), std::memory_order_relaxed);
     last = come_back_locked(c, std::move(p), c->pool->stream(), &trash);
@@ -232,7 +233,7 @@ struct Held {
   ~Held() {
     if (!version) return;
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     release_version_locked(version, &trash);
   }
   Version* version;
@@ -263,13 +264,13 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     note_event(Event::kRematerialize, r, bytes, took);
     // Pins do not keep another thread's op from writing to an input. The old bytes have then moved to an orphan, and
     // the results may be wrong: they are dropped.
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     for (size_t i = 0; i < inputs.size(); ++i)
       if (!inputs[i]->has_still_locked(read[i])) return false;
   }
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (tl_group) tl_group->has_run_locked(r);
     for (const TensorArg& a : r->tensors) {
       const auto found = a.version ? plan.uses.find(a.version) : plan.uses.end();
@@ -282,7 +283,7 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
   for (size_t i = 0; i < r->outputs.size() && i < made.size(); ++i) {
     Version* v;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       v = r->outputs[i];
       if (v) v->refs++;
     }
@@ -300,7 +301,7 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
       continue;
     }
     if (give_to_cell(v, made[i]) || plan.uses[v] == 0) continue;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (v->cell || v->refs == 1) continue;  // no other reference is left
     lend_bytes_locked(v, std::move(pointer_of(made[i].get())));
     pointer_of(made[i].get()).clear();
@@ -324,7 +325,7 @@ at::DataPtr rematerialize(Cell* c) {
     plan.beside_others = attempt > 0 && (counters.tier_errors != tier_errors || attempt > kPatience);
     const Version* target;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       target = c->version;
       TORCH_CHECK(target && target->recipe, "memmgr: an evicted tensor has lost its recipe. Please report this.");
       std::unordered_set<const Recipe*> seen;
@@ -343,7 +344,7 @@ RematGroup::RematGroup(const GroupPlan& plan, const std::vector<uint32_t>& ordin
     : plan_(plan), position_(position), keep_(std::move(keep)) {
   {
     Plan all;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     std::unordered_set<const Recipe*> seen;
     for (const uint32_t ordinal : ordinals)
       if (Cell* c = plan_.cell_of(ordinal); c && c->version && c->version->evicted && c->version->recipe)
@@ -374,7 +375,7 @@ void RematGroup::has_run_locked(const Recipe* r) {
 
 void RematGroup::end_read() {
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for (Kept& k : kept_ghosts()) {
     if (k.until != UINT32_MAX || reads_later_locked(k.version)) continue;
     const auto row = row_for(k.version);
@@ -394,7 +395,7 @@ static const bool makes_again = (make_again = &rematerialize, room_sources.kept 
 
 uint64_t end_kept_ghosts() {
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   return end_kept_locked(&trash, [](const Kept&) { return true; });
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/errors.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/mapped_range.h"
 #include "pools/pool.h"
@@ -20,7 +21,7 @@ void check_sum(Cell* c, const void* data) {
   if (has_file_copy(c) && c->absence == Absence::kOffloaded) throw_file_failed(c, ESTALE);
   bool untried = false;
   if (c->absence == Absence::kEvicted) {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     const Recipe* r = c->version ? c->version->recipe : nullptr;
     untried = r && r->checked;
     if (untried) refuse_families_locked(r);

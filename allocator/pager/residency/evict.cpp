@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <chrono>
 #include <deque>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "base/checksum.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/cell_bytes.h"
@@ -41,9 +41,9 @@ namespace {
 // In torture mode evicted bytes are kept for a while and overwritten: the cell is restored elsewhere, and a reader of
 // the old address is found.
 struct Buried {
-  std::mutex lock;
-  std::deque<std::pair<at::DataPtr, uint64_t>> all;
-  uint64_t total = 0;
+  Lock lock{LockId::kBuried};
+  std::deque<std::pair<at::DataPtr, uint64_t>> all GUARDED_BY(lock);
+  uint64_t total GUARDED_BY(lock) = 0;
 };
 
 Buried& buried() {
@@ -54,7 +54,7 @@ Buried& buried() {
 void shorten(uint64_t room, size_t most) {
   std::vector<at::DataPtr> end;
   Buried& b = buried();
-  std::lock_guard<std::mutex> lock(b.lock);
+  const Hold lock(b.lock);
   while (!b.all.empty() && (b.total > room || b.all.size() > most)) {
     end.push_back(std::move(b.all.front().first));
     b.total -= b.all.front().second;
@@ -66,7 +66,7 @@ void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
   pool->scribble(bytes.get(), nbytes);
   Buried& b = buried();
   {
-    std::lock_guard<std::mutex> lock(b.lock);
+    const Hold lock(b.lock);
     b.all.emplace_back(std::move(bytes), nbytes);
     b.total += nbytes;
   }
@@ -79,163 +79,201 @@ bool in_the_sample(const Pool* pool, uint64_t nbytes) {
   return counters.departures++ % budget.options.sample == 0 && pool->sums_cheaply(nbytes);
 }
 
-// Evicts a cell that the caller has made busy. `let_go_of` drops the reference to the storage. Returns the bytes
-// released.
-uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
-  if (tl_nothing_is_dropped > 0) way = Way::kOffload;
-  StoragePtr storage;
-  at::DataPtr bytes;
-  Trash cancelled;
-  bool last = false;
-  uint64_t released = 0;
-  const uint64_t nbytes = c->nbytes;
-  Pool* const pool = c->pool;
-  const auto end_bytes = [&] {
-    if (budget.options.torture && bytes.get() && bytes.get_deleter() == pool->deleter())
-      bury(pool, std::move(bytes), nbytes);
-    bytes.clear();
-  };
-  {
-    std::unique_lock<std::mutex> lock(graph_lock());
-    const auto give_up = [&] {
-      last = end_move_locked(c, false);
-      lock.unlock();
-      if (last) last_user_is_gone(c);
-      if (storage) let_go_of(std::move(storage));
-      return uint64_t{0};
-    };
-    const bool orphan = !c->storage._unsafe_get_target();
-    if (!orphan) {
-      storage = hold(c);
-      if (!storage || cell_of(storage.get()) != c) return give_up();
+// One eviction, of a cell that the caller has made busy, in stages. Each stage that is false ends it, and the cell
+// stays. A stage gives the graph's lock up while it reads, writes or frees bytes, so facts found before may have
+// changed.
+class Eviction {
+ public:
+  // `let_go_of` drops the reference to the storage.
+  Eviction(Cell* c, Way way, void (*let_go_of)(StoragePtr))
+      : c_(c), pool_(c->pool), way_(tl_nothing_is_dropped > 0 ? Way::kOffload : way), let_go_of_(let_go_of) {}
+
+  // Returns the bytes released.
+  uint64_t run() {
+    bool last;
+    {
+      Hold lock(graph_lock());
+      const bool leaves = find_storage_locked() && choose_locked() && pack(&lock) && take_sum(&lock) &&
+                          choose_again_locked() && write_copy(&lock) && take_sum_for_recipe(&lock);
+      if (leaves) publish_absent(&lock);
+      last = end_move_locked(c_, leaves);
     }
-    bool drop;
-    const double cost = cost_of_leaving_locked(c, &drop);
-    if (cost < 0) return give_up();
-    if (way != Way::kCheaper && may_be_dropped_locked(c))
-      drop = way == Way::kEvict || !(c->slot >= 0 || may_be_offloaded());
+    trash_.end();
+    cancelled_.end();  // a copy that is being written reads the bytes
+    end_bytes();
+    if (last) last_user_is_gone(c_);
+    if (storage_) let_go_of_(std::move(storage_));
+    return released_;
+  }
+
+ private:
+  // An orphan has none.
+  bool find_storage_locked() {
+    if (!c_->storage._unsafe_get_target()) return true;
+    storage_ = hold(c_);
+    return storage_ && cell_of(storage_.get()) == c_;
+  }
+
+  // Drops the bytes, which a recipe makes again, or keeps a copy: as asked for, else the cheaper of both.
+  bool choose_locked() {
+    if (cost_of_leaving_locked(c_, &drop_) < 0) return false;
+    if (way_ != Way::kCheaper && may_be_dropped_locked(c_))
+      drop_ = way_ == Way::kEvict || !(c_->slot >= 0 || may_be_offloaded());
+    return true;
+  }
+
+  // Packs bytes of two values into bits.
+  bool pack(Hold* lock) {
     // In torture mode every other cell is packed, so that recipes are run, too.
     static std::atomic<int> turn{0};
-    const bool pack = may_be_packed_locked(c) && !(budget.options.torture && turn++ % 2);
-    uint64_t packed = 0;
-    mm_bits bits{};
-    if (pack) {
-      const void* from = c->bytes.get();
-      Kind* const kind = c->version->recipe->kind;
-      lock.unlock();
-      packed = mm_bits_pack(from, c->nbytes, &bits);
-      lock.lock();
-      if (packed && !budget.options.torture && (c->state.load() & kPinMask)) {
-        mm_bits_free(&bits);
-        return give_up();
-      }
-      // The first version of its signature may have had two values by chance (zeros, say): no plan counts on packing it
-      // again.
-      if (packed)
-        drop = false;
-      else
-        kind->bits_bytes = 0;
+    if (!may_be_packed_locked(c_) || (budget.options.torture && turn++ % 2)) return true;
+    const void* from = c_->bytes.get();
+    Kind* const kind = c_->version->recipe->kind;
+    {
+      const Unlocked free(lock);
+      packed_ = mm_bits_pack(from, c_->nbytes, &bits_);
     }
-    // The checksum is taken before the bytes are written: a device would otherwise wait for that copy before it goes
-    // on.
-    Checksum sum;
-    const auto take_sum = [&] {
-      const void* from = c->bytes.get();
-      lock.unlock();
-      sum = pool->begin_sum(from, nbytes);
-      lock.lock();
-    };
-    if (budget.options.verify || in_the_sample(pool, nbytes)) take_sum();
-    if (!packed && drop && !may_be_dropped_locked(c)) drop = false;  // its recipe ended while the lock was free
-    // The cell has more than two values, unlike others of its signature.
-    if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {
-      if (!may_be_dropped_locked(c)) return give_up();
-      drop = true;
+    if (packed_ && is_wanted_again()) {
+      mm_bits_free(&bits_);
+      return false;
     }
-    if (!drop && !packed) await_write(c, &lock);
-    if (!drop && !packed && c->slot < 0) {
-      const void* from = c->bytes.get();
-      lock.unlock();
-      note_last_use(c);
-      mm_slot slot = mm_tier_write_now(budget.tier, from, c->nbytes);
-      if (slot == -ENOSPC && drop_clean_copies()) {
-        note_last_use(c);
-        slot = mm_tier_write_now(budget.tier, from, c->nbytes);
-      }
-      lock.lock();
-      if (slot >= 0) {
-        c->slot = slot;
-        note_moved_locked(c, true);
-      } else {
-        note_tier_error(static_cast<int>(-slot));
-        if (!may_be_dropped_locked(c)) return give_up();
-        drop = true;
-      }
-      // Another thread pinned it while the lock was free: it stays resident, and clean.
-      if (!budget.options.torture && (c->state.load() & kPinMask)) return give_up();
-    } else if (!drop && !packed) {
-      counters.clean_drops++;
-    }
-    if (drop && c->version->recipe->checked && !sum.taken()) {
-      take_sum();
-      if (!sum.taken() || !may_be_dropped_locked(c)) return give_up();
-    }
-    c->checksum = std::move(sum);
-    Trash trash;
-    if (packed) {
-      counters.packed++;
-      c->absence = Absence::kPacked;
-      c->bits = bits;
-    } else if (drop) {
-      counters.evictions++;
-      counters.evicted_bytes += c->nbytes;
-      c->absence = Absence::kEvicted;
-      set_evicted_locked(c->version, true, &trash);
-    } else {
-      c->absence = Absence::kOffloaded;
-    }
-    if (drop) cancel_write_locked(c, &cancelled);
-    note_event(drop ? Event::kEvict : Event::kOffload, c->version ? c->version->recipe : nullptr, c->nbytes, 0);
-    const bool pages = in_mapping(c);
-    if (pages) note_sample_locked(c);
-    bytes = go_away_locked(c, storage.get());
-    if (pages) {
-      lock.unlock();
-      drop_pages(*c->range);
-      lock.lock();
-    }
-    if (packed) {  // the bits are counted once there is room for them; the cell is busy until then
-      c->state.fetch_or(kAbsent);
-      const Promised promised(pool->arena, packed);
-      lock.unlock();
-      end_bytes();
-      lock.lock();
-      count_bits_locked(c, packed);
-    }
-    released = nbytes - packed;
-    last = end_move_locked(c, true);
-    lock.unlock();
+    // The first version of its signature may have had two values by chance (zeros, say): no plan counts on packing it
+    // again.
+    if (packed_)
+      drop_ = false;
+    else
+      kind->bits_bytes = 0;
+    return true;
   }
-  cancelled.end();  // a copy that is being written reads the bytes
-  end_bytes();
-  if (last) last_user_is_gone(c);
-  if (storage) let_go_of(std::move(storage));
-  return released;
-}
+
+  // The checksum is taken before the bytes are written: a device would otherwise wait for that copy before it goes on.
+  bool take_sum(Hold* lock) {
+    if (budget.options.verify || in_the_sample(pool_, c_->nbytes)) sum_up(lock);
+    return true;
+  }
+
+  bool choose_again_locked() {
+    if (packed_) return true;
+    if (drop_ && !may_be_dropped_locked(c_)) drop_ = false;  // its recipe ended while the lock was free
+    // The cell has more than two values, unlike others of its signature.
+    if (!drop_ && c_->slot < 0 && !may_be_offloaded()) drop_ = true;
+    return !drop_ || may_be_dropped_locked(c_);
+  }
+
+  // Writes the bytes to the tier, unless a copy is there.
+  bool write_copy(Hold* lock) {
+    if (drop_ || packed_) return true;
+    await_write(c_, lock);
+    if (c_->slot >= 0) {
+      counters.clean_drops++;
+      return true;
+    }
+    const void* from = c_->bytes.get();
+    const auto write = [&] {
+      note_last_use(c_);
+      return mm_tier_write_now(budget.tier, from, c_->nbytes);
+    };
+    mm_slot slot;
+    {
+      const Unlocked free(lock);
+      slot = write();
+      if (slot == -ENOSPC && drop_clean_copies()) slot = write();
+    }
+    if (slot >= 0) {
+      c_->slot = slot;
+      note_moved_locked(c_, true);
+    } else {
+      note_tier_error(static_cast<int>(-slot));
+      if (!may_be_dropped_locked(c_)) return false;
+      drop_ = true;
+    }
+    return !is_wanted_again();  // then it stays resident, and clean
+  }
+
+  bool take_sum_for_recipe(Hold* lock) {
+    if (!drop_ || !c_->version->recipe->checked || sum_.taken()) return true;
+    sum_up(lock);
+    return sum_.taken() && may_be_dropped_locked(c_);
+  }
+
+  void publish_absent(Hold* lock) {
+    c_->checksum = std::move(sum_);
+    if (packed_) {
+      counters.packed++;
+      c_->absence = Absence::kPacked;
+      c_->bits = bits_;
+    } else if (drop_) {
+      counters.evictions++;
+      counters.evicted_bytes += c_->nbytes;
+      c_->absence = Absence::kEvicted;
+      set_evicted_locked(c_->version, true, &trash_);
+      cancel_write_locked(c_, &cancelled_);
+    } else {
+      c_->absence = Absence::kOffloaded;
+    }
+    note_event(drop_ ? Event::kEvict : Event::kOffload, c_->version ? c_->version->recipe : nullptr, c_->nbytes, 0);
+    const bool pages = in_mapping(c_);
+    if (pages) note_sample_locked(c_);
+    bytes_ = go_away_locked(c_, storage_.get());
+    if (pages) {
+      const Unlocked free(lock);
+      drop_pages(*c_->range);
+    }
+    if (packed_) {  // the bits are counted once there is room for them; the cell is busy until then
+      c_->state.fetch_or(kAbsent);
+      const Promised promised(pool_->arena, packed_);
+      {
+        const Unlocked free(lock);
+        end_bytes();
+      }
+      count_bits_locked(c_, packed_);
+    }
+    released_ = c_->nbytes - packed_;
+  }
+
+  void sum_up(Hold* lock) {
+    const void* from = c_->bytes.get();
+    const Unlocked free(lock);
+    sum_ = pool_->begin_sum(from, c_->nbytes);
+  }
+
+  void end_bytes() {
+    if (budget.options.torture && bytes_.get() && bytes_.get_deleter() == pool_->deleter())
+      bury(pool_, std::move(bytes_), nbytes_);
+    bytes_.clear();
+  }
+
+  // Another thread pinned the cell while the lock was free.
+  bool is_wanted_again() const { return !budget.options.torture && (c_->state.load() & kPinMask); }
+
+  Cell* const c_;
+  Pool* const pool_;
+  const uint64_t nbytes_ = c_->nbytes;
+  const Way way_;
+  void (*const let_go_of_)(StoragePtr);
+  StoragePtr storage_;
+  at::DataPtr bytes_;
+  Trash trash_, cancelled_;
+  Checksum sum_;
+  mm_bits bits_{};
+  uint64_t packed_ = 0;  // bytes of the bits; 0: not packed
+  bool drop_ = false;
+  uint64_t released_ = 0;
+};
 
 }  // namespace
 
 void exhume() { shorten(0, 0); }
 
-uint64_t leave_claimed(Cell* c, Way way) { return leave(c, way, &drop_later); }
+uint64_t leave_claimed(Cell* c, Way way) { return Eviction(c, way, &drop_later).run(); }
 
 uint64_t let_go(Cell* c, Way way) {
   while (others_are_in_their_ops()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (!claim_locked(c)) return 0;
   }
-  return leave(c, way, &drop);
+  return Eviction(c, way, &drop).run();
 }
 
 // The last resort: frees the bits of packed cells that their ops can make again.
@@ -244,7 +282,7 @@ uint64_t give_up_bits(uint64_t want) {
   std::vector<Cell*> ended;
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (nothing_leaves_locked()) return 0;
     for_each_cell_locked([&](Cell* c) {
       uint32_t unpinned = kAbsent;

@@ -9,6 +9,7 @@
 #include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
+#include "base/lock.h"
 #include "base/refusal.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
@@ -35,7 +36,7 @@ static const bool makes_room = (room_maker = {&reclaim_callback, &throw_out_of_m
 static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
   std::vector<Victim> chosen;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     chosen = choose_victims_locked(need, request);
   }
   uint64_t released = 0;
@@ -68,7 +69,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   while (released < want) {
     Victim next;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       next = next_victim_locked();
       if (!next.cell) {
         if (refilled || !refill_victims_locked()) break;
@@ -83,7 +84,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   if (released == 0) released = room_sources.kept();
   if (released == 0) released = give_up_bits(want);
   while (released == 0 && finish_any_read()) {  // a cell whose read has ended may be evicted again
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (refill_victims_locked()) released = 1;
   }
   // The deferred-drop thread may hold the last reference to a storage. The wait is bounded, since that thread may wait
@@ -92,7 +93,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   if (released == 0 && others_are_running(tl_depth > 0)) {
     // Pins of other threads end with their ops (rule 3). The wait is bounded, since those may wait for this thread.
     wait_for_others(0.05);
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (refill_victims_locked()) released = 1;
   }
   const uint64_t waited = wait.end();
@@ -105,7 +106,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
 // Returns the bytes that could be evicted. The arena evicts nothing for a request that is larger than the budget.
 static uint64_t may_leave_bytes() {
   uint64_t bytes = 0;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for_each_cell_locked([&](const Cell* c) {
     bool drop;
     if (!c->small && c->state.load() == 0 && cost_of_leaving_locked(c, &drop) >= 0) bytes += c->nbytes;
@@ -125,7 +126,7 @@ void throw_out_of_memory(uint64_t request) {
                      std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
                      " bytes are in use and nothing more can leave.";
   {
-    std::lock_guard<std::mutex> lock(budget.error_lock);
+    const Hold lock(budget.error_lock);
     if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + '.';
   }
   begin_refusal(refused, text);

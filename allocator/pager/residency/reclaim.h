@@ -7,7 +7,7 @@ namespace memmgr::pager {
 
 // Called by the arena inside malloc (rule 11): runs no op, takes no GIL. Returns the bytes released.
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
-[[noreturn]] void throw_out_of_memory(uint64_t request);
+__attribute__((noreturn)) void throw_out_of_memory(uint64_t request);
 
 // Ways to make room that higher layers own. Each is set once, before the first budget.
 struct RoomSources {

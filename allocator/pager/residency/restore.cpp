@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/events.h"
 #include "base/gil.h"
+#include "base/lock.h"
 #include "base/wait.h"
 #include "cells/cell.h"
 #include "cells/copies.h"
@@ -31,7 +32,7 @@ at::DataPtr (*make_again)(Cell* c) = nullptr;
 // busy.
 static bool make_instead(Cell* c) {
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   if (!may_be_dropped_locked(c) || c->version->recipe->checked) return false;  // its checksum was not taken
   set_evicted_locked(c->version, true, &trash);
   c->absence = Absence::kEvicted;
@@ -40,7 +41,7 @@ static bool make_instead(Cell* c) {
 }
 
 bool begin_coming_back(Cell* c) {
-  std::unique_lock<std::mutex> lock(graph_lock());
+  Hold lock(graph_lock());
   for (;;) {
     uint32_t state = c->state.load(std::memory_order_acquire);
     if (!(state & (kAbsent | kBusy))) return false;
@@ -117,7 +118,7 @@ void bring_back(Cell* c) {
   (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (absence == Absence::kOffloaded) note_moved_locked(c, false);
     if (absence != Absence::kEvicted)
       note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);

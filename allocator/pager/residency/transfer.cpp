@@ -8,6 +8,7 @@
 #include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "base/wait.h"
 #include "cells/cell.h"
@@ -63,7 +64,7 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
   bool last;
   {
     Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     resident_cell_bytes -= r.cell->nbytes;
     mm_arena_note_virtual(r.cell->pool->arena, static_cast<int64_t>(r.cell->nbytes));
     if (good) note_moved_locked(r.cell, false);
@@ -92,25 +93,25 @@ bool begin_write_locked(Cell* c) {
   return end_move_locked(c, false);
 }
 
-void await_write(Cell* c, std::unique_lock<std::mutex>* lock) {
+void await_write(Cell* c, Hold* lock) {
   const mm_slot slot = c->writing;
   if (slot < 0) return;
-  lock->unlock();
-  // On a device the copy is queued, and the next user of the memory is queued after it.
-  const int result = c->pool->on_host() ? mm_tier_wait(budget.tier, slot) : 1;
+  int result = 1;  // on a device the copy is queued, and the next user of the memory is queued after it
+  if (c->pool->on_host()) {
+    const Unlocked free(lock);
+    result = mm_tier_wait(budget.tier, slot);
+  }
   Trash trash;
-  lock->lock();
   if (c->writing == slot) end_write_locked(c, result, &trash);
   if (trash.slots.empty()) return;
-  lock->unlock();
+  const Unlocked free(lock);
   trash.end();
-  lock->lock();
 }
 
 bool begin_read(Cell* c) {
   Read r{c, {}, {}};
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     if (nothing_leaves_locked() || !budget.options.prefetch) return false;  // an op that is not seen relies on the trap
     uint32_t expected = kAbsent;
     if (!budget.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
@@ -132,7 +133,7 @@ bool begin_read(Cell* c) {
     drop_later(std::move(r.storage));
     return false;
   }
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   transfers().reads.push_back(std::move(r));
   c->reading = true;
   copies_under_way++;
@@ -153,7 +154,7 @@ static int wait_for_read(const Read& r) {
 bool finish_read(Cell* c) {
   std::optional<Read> mine;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     auto& reads = transfers().reads;
     for (size_t i = 0; i < reads.size(); ++i) {
       if (reads[i].cell != c) continue;
@@ -179,7 +180,7 @@ void poll_transfers() {
   std::vector<std::pair<Read, int>> done;
   Trash trash;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    const Hold lock(graph_lock());
     const uint64_t ended = mm_tier_ended(budget.tier);
     if (std::exchange(transfers().polled, budget.tier) == budget.tier && ended == transfers().ended) return;
     transfers().ended = ended;
@@ -203,7 +204,7 @@ bool finish_any_read() {
   for (;;) {
     Cell* c;  // only compared
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       if (transfers().reads.empty()) return false;
       c = transfers().reads.back().cell;
     }
@@ -213,7 +214,7 @@ bool finish_any_read() {
 
 bool drop_clean_copies() {
   Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   for_each_cell_locked([&](Cell* c) {
     if (c->state.load() & (kBusy | kAbsent)) return;
     cancel_write_locked(c, &trash);
@@ -229,7 +230,7 @@ void finish_transfers() {
     Cell* c = nullptr;
     mm_slot writing = -1;
     {
-      std::lock_guard<std::mutex> lock(graph_lock());
+      const Hold lock(graph_lock());
       if (!transfers().reads.empty())
         c = transfers().reads.back().cell;
       else if (!writes_under_way().empty())

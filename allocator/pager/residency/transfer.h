@@ -1,6 +1,7 @@
 // Copies between cells and the tier that the tier's workers make while the program runs.
 #pragma once
 
+#include "base/lock.h"
 #include "cells/types.h"
 
 namespace memmgr::pager {
@@ -10,7 +11,7 @@ namespace memmgr::pager {
 bool begin_write_locked(Cell* c);
 // Waits until a write that was begun has ended. The cell is then clean if the write succeeded. The caller has the cell
 // busy and holds `lock`, which is released during the wait.
-void await_write(Cell* c, std::unique_lock<std::mutex>* lock);
+void await_write(Cell* c, Hold* lock);
 
 // Begins to read an offloaded cell if there is room without an eviction. False: not now. No lock is held.
 bool begin_read(Cell* c);

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <unordered_map>
 
-#include "base/at_fork.h"
 #include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/link.h"
+#include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
 #include "cells/version.h"
@@ -42,9 +41,9 @@ Victims& victims() {
 
 // Records that an order is wanted, for wait_for_pressure().
 struct Pressure {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::condition_variable told;
-  bool wanted = false;
+  Lock lock{LockId::kPressure};
+  Condition told;
+  bool wanted GUARDED_BY(lock) = false;
 };
 
 Pressure& pressure() {
@@ -55,7 +54,7 @@ Pressure& pressure() {
 void tell_ranker() {
   Pressure& p = pressure();
   {
-    std::lock_guard<std::mutex> lock(p.lock);
+    const Hold lock(p.lock);
     p.wanted = true;
   }
   p.told.notify_one();
@@ -234,7 +233,7 @@ static const ListensToCells forgets_victims({nullptr, &forget_cell_locked});
 
 std::vector<Candidate> candidates() {
   std::vector<std::pair<uint64_t, Candidate>> found;
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   const uint64_t now = victims().asked_at = ticks();
   for_each_cell_locked([&](Cell* c) {
     if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
@@ -256,7 +255,7 @@ std::vector<Candidate> candidates() {
 }
 
 void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked) {
-  std::lock_guard<std::mutex> lock(graph_lock());
+  const Hold lock(graph_lock());
   std::unordered_map<uint64_t, Cell*> cells;
   for_each_cell_locked([&](Cell* c) {
     if (!c->small) cells.emplace(c->serial, c);
@@ -274,8 +273,8 @@ void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked) {
 
 void wait_for_pressure() {
   Pressure& p = pressure();
-  std::unique_lock<std::mutex> lock(p.lock);
-  p.told.wait(lock, [&] { return p.wanted; });
+  Hold lock(p.lock);
+  while (!p.wanted) p.told.wait(lock);
   p.wanted = false;
 }
 

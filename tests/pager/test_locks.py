@@ -1,0 +1,43 @@
+"""The pager's locks (allocator/pager/base/lock.h): a wrong order ends the process, and a child of fork finds them free."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGER = ROOT / "allocator" / "pager"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("locks") / "locks"
+    sources = [Path(__file__).with_name("locks.cpp"), PAGER / "base" / "lock.cpp"]
+    command = ["g++", "-std=c++20", "-O1", "-pthread", "-Wall", "-Werror", f"-I{PAGER}", *map(str, sources), "-o"]
+    subprocess.run([*command, str(made)], check=True)
+    return made
+
+
+@pytest.mark.parametrize("case", ["in_order", "given_back", "forks"])
+def test_locks_in_rising_rank(program: Path, case: str) -> None:
+    subprocess.run([program, case], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("out_of_order", ["Graph (rank 3)", "Kinds (rank 100)"]),
+        ("two_leaves", ["Events (rank 100)", "Kinds (rank 100)"]),
+    ],
+)
+def test_a_wrong_order_ends_the_process_with_both_names(program: Path, case: str, named: list[str]) -> None:
+    done = subprocess.run([program, case], capture_output=True, text=True, timeout=60)
+    assert done.returncode < 0
+    assert all(name in done.stderr for name in named)
+
+
+def test_the_table_in_the_docs_is_of_today() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "lock_table.py", "--check"], check=True)
