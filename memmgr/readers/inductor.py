@@ -41,7 +41,7 @@ class PagedGraphs:
         self._pager = pager
         self._on_cpu = device.type == "cpu"
         # By the id of the code of `call`: two of them may be equal and call other kernels.
-        self._known: dict[int, tuple[CodeType | None, bool]] = {}
+        self._known: dict[int, tuple[CodeType | None, str]] = {}  # with the reason, if it is not paged
         self._lock = threading.Lock()
         self._told = False  # one warning a budget
 
@@ -52,14 +52,22 @@ class PagedGraphs:
         call = getattr(graph, "current_callable", None)
         code = getattr(getattr(call, "__func__", call), "__code__", None)
         known = self._known.get(id(code))
-        return known[1] if known is not None else self._on_cpu and self._first(graph, call, code)
+        return not (self._first(graph, call, code) if known is None else known[1])
+
+    def reason(self, graph: Any) -> str:
+        """Why the graph, which has run, is not paged."""
+        call = getattr(graph, "current_callable", None)
+        return self._known.get(id(getattr(getattr(call, "__func__", call), "__code__", None)), (None, ""))[1]
 
     def remove(self) -> None:
         """Kernels run as they were."""
         self._pager.unpage_kernels()
         self._known.clear()
 
-    def _first(self, graph: Any, call: Any, code: CodeType | None) -> bool:
+    def _first(self, graph: Any, call: Any, code: CodeType | None) -> str:
+        if not self._on_cpu:
+            self._known[id(code)] = code, "it runs on an accelerator"
+            return self._known[id(code)][1]
         with self._lock:  # another thread's launches wait until all kernels are the pager's
             try:
                 self._page(_kernels(graph, call, code), call)
@@ -68,7 +76,7 @@ class PagedGraphs:
                 why = str(error)
             except Exception as error:  # code as no release that we know writes it
                 why = f"{type(error).__name__}: {error}"
-            self._known[id(code)] = code, not why
+            self._known[id(code)] = code, why
             told, self._told = self._told, self._told or bool(why)
         if why and not told:
             warnings.warn(
@@ -76,7 +84,7 @@ class PagedGraphs:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return not why
+        return why
 
     def _page(self, kernels: dict[str, str], call: Any) -> None:
         for name, args in kernels.items():

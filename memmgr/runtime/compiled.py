@@ -9,7 +9,12 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+
 from memmgr.common.errors import BudgetError
+from memmgr.config.sizes import show_size
+from memmgr.readers.inductor import PagedGraphs
 from memmgr.readers.patches import Patches
 
 
@@ -19,15 +24,14 @@ class CompiledGraphs:
     Args:
         spent: the error of a thread that found no room, from the allocator's message.
         refusal: the allocator's last message to this thread; empty once a later request succeeded.
-        paged: whether a graph is paged launch by launch. Its errors are those of the eager code around it.
+        graphs: which graphs are paged launch by launch. Errors of these are those of the eager code around them.
     """
 
-    def __init__(
-        self, spent: Callable[[str], BudgetError], refusal: Callable[[], str], paged: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, spent: Callable[[str], BudgetError], refusal: Callable[[], str], graphs: PagedGraphs) -> None:
         self._spent = spent
         self._refusal = refusal
-        self._paged = paged
+        self._graphs = graphs
+        self._whole: dict[int, tuple[str, str, int]] = {}  # by the graph's id: the model, the reason, bytes
         self._patches = Patches()
         self._local = threading.local()
 
@@ -54,6 +58,21 @@ class CompiledGraphs:
             frame = frame.f_back
         return "graph"  # a compiled function's, or a backward
 
+    def lines(self, *, binary: bool = False) -> list[str]:
+        """A line of the summary for each model with graphs that were not paged: how much the largest has kept in memory."""
+        models: dict[tuple[str, str], list[int]] = {}
+        for name, reason, nbytes in self._whole.values():
+            models.setdefault((name, reason), []).append(nbytes)
+        return [
+            f"{len(sizes)} compiled graph{'s' if len(sizes) > 1 else ''} of {name} ran as a whole ({reason}): "
+            f"{'the largest' if len(sizes) > 1 else 'it'} kept at least {show_size(max(sizes), binary=binary)} in memory"
+            for (name, reason), sizes in models.items()
+        ]
+
+    def _note_whole(self, graph: Any, storages: dict[int, int]) -> None:
+        kept = storages | _storages(getattr(graph, "constants", None))
+        self._whole[id(graph)] = self.running(), self._graphs.reason(graph), sum(kept.values())
+
     def _patch(self, name: str, module: ModuleType) -> None:
         if hasattr(module, name):
             self._patches.wrap(getattr(module, name), "__call__", self._explained)
@@ -61,12 +80,16 @@ class CompiledGraphs:
     def _explained(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._paged(args[0]):
+            if self._graphs.paged(args[0]):
                 return original(*args, **kwargs)
             self._local.depth = getattr(self._local, "depth", 0) + 1
             try:
                 self._refusal()
-                return original(*args, **kwargs)
+                given = None if id(args[0]) in self._whole else _storages(args[1:])  # the call may end them
+                result = original(*args, **kwargs)
+                if given is not None:
+                    self._note_whole(args[0], given | _storages(result))
+                return result
             # a kernel of inductor's raises an error of its own, perhaps without the cause
             except RuntimeError as error:
                 said = self._refusal()
@@ -79,3 +102,20 @@ class CompiledGraphs:
             raise spent from cause
 
         return call
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """Bytes of the storages of all strided tensors in nested containers, by their address."""
+    if isinstance(values, torch.Tensor):
+        if values.layout != torch.strided or is_wrapped(values):
+            return {}
+        storage = values.untyped_storage()
+        return {storage._cdata: storage.nbytes()}
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return {}
+    found: dict[int, int] = {}
+    for value in values:
+        found |= _storages(value)
+    return found

@@ -91,9 +91,7 @@ class PagerRuntime:
             None if config.need is None else Sizing(config.need, config, self.native, self.plans, self._happened)
         )
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
-        self._graphs = CompiledGraphs(
-            lambda text: self._explain.spent(text), self.native.refusal, self._readers.graphs.paged
-        )
+        self._graphs = CompiledGraphs(lambda text: self._explain.spent(text), self.native.refusal, self._readers.graphs)
         self._explain = Explainer(
             config,
             self.native,
@@ -269,6 +267,7 @@ class PagerRuntime:
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
             log = self.telemetry.log_path
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
+            left += self._graphs.lines(binary=self.config.binary)
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=left)
         for text in (
             *self.telemetry.complaints(),

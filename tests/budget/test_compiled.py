@@ -90,6 +90,24 @@ def test_a_graph_that_is_not_paged_warns_once_a_budget(step: Callable[[], None],
     assert len(told) == 1
 
 
+@pytest.mark.filterwarnings("ignore:memmgr. a compiled graph is not paged:RuntimeWarning")
+def test_the_summary_names_graphs_that_ran_as_a_whole(
+    step: Callable[[], None], pinned: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each of the four blocks makes 2 MB, which the backward is given with parameters and gradients."""
+    with memmgr.budget("60MB"):
+        step()
+        step()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "as a whole" in line]
+    assert len(lines) == 2
+    forward, backward = lines
+    assert re.match(
+        r"memmgr: 1 compiled graph of Stack ran as a whole \(torch \S+ binds kernels in another way\): ", forward
+    )
+    kept = re.search(r"it kept at least ([0-9.]+) MB in memory", backward)
+    assert kept is not None and 8 < float(kept[1]) < 60
+
+
 def test_a_paged_graph_is_not_named(step: Callable[[], None]) -> None:
     """Between two launches everything in it may be evicted, so compiling is not why there is no room."""
     assert "compiled" not in needs_no_more_than_it_says(step, "3MB")
