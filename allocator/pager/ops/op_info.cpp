@@ -287,32 +287,50 @@ static bool is_list_op(const c10::FunctionSchema& schema) {
   return true;
 }
 
+// Returns true if each tensor that the op returns is an alias of an argument, and there is one.
+static bool returns_aliases(const c10::FunctionSchema& schema) {
+  bool any = false;
+  for (const auto& r : schema.returns()) {
+    const bool alias = r.alias_info() && !r.alias_info()->isWrite();
+    if (holds_tensors(*r.type()) && !alias) return false;
+    any |= r.alias_info() != nullptr;
+  }
+  return any;
+}
+
 OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   if (!handle.hasSchema()) {
     kind = OpClass::kForeign;
     return;
   }
-  const auto& schema = handle.schema();
-  const std::string& name = schema.name();
-  const std::string space = name.substr(0, name.find("::"));
+  const c10::FunctionSchema& schema = handle.schema();
   torchs = is_torchs(handle);
   arguments = schema.arguments().size();
   returns = schema.returns().size();
-  bool all_aliases = true, any_tensor = false;
-  int positional_outputs = 0;
+  seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
+  pointwise = handle.hasTag(at::Tag::pointwise);
+  list_op = is_list_op(schema);
+  read_arguments(schema);
+  read_tables();
+  classify(schema);
+  const bool never = never_again().count(schema.name()) > 0 || written_in_silence().count(schema.name()) > 0 ||
+                     storage_op || uninitialized || lazy_clone;
+  const bool own = kind == OpClass::kOrdinary || kind == OpClass::kMetadata;
+  recordable = own && !never && writes <= 1 && (running_mean < 0 || writes == 0);
+}
+
+void OpInfo::read_arguments(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
   const auto silent = written_in_silence().find(name);
+  bool writes_out = false;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& a = schema.arguments()[i];
-    const bool tensors = holds_tensors(*a.type());
     const bool write = (a.alias_info() && a.alias_info()->isWrite()) ||
                        (silent != written_in_silence().end() && silent->second == a.name());
-    may_hold_tensors.push_back(tensors);
+    may_hold_tensors.push_back(holds_tensors(*a.type()));
     written.push_back(write);
-    any_tensor |= tensors;
-    if (write) {
-      writes++;
-      if (a.is_out()) positional_outputs++;
-    }
+    writes += write ? 1 : 0;
+    writes_out |= write && a.is_out();
     if (a.type()->kind() == c10::TypeKind::GeneratorType ||
         (a.type()->kind() == c10::TypeKind::OptionalType && a.name() == "generator"))
       generator = static_cast<int>(i);
@@ -324,69 +342,57 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     }
   }
   always_training = training < 0 && running_mean >= 0;
-  for (const auto& r : schema.returns())
-    if (holds_tensors(*r.type()) && !(r.alias_info() && !r.alias_info()->isWrite())) all_aliases = false;
-  seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
-  pointwise = handle.hasTag(at::Tag::pointwise);
+  // out= is written and not read. The returned tensor shows how much of it was written.
+  overwriter = overwriters().count(name) > 0 || (torchs && writes_out && returns && !adds_to_out().count(name));
+}
+
+void OpInfo::read_tables() {
+  const std::string& name = op.operator_name().name;
   adds_in_any_order = any_order().count(name) > 0;
   races = races_on_cpu().count(name) > 0;
   uninitialized = pager::uninitialized().count(name) > 0;
-  overwriter = overwriters().count(name) > 0;
   fills = fillers().count(name) > 0;
   storage_op = storage_ops().count(name) > 0;
   reads_hardly = storage_op || name == "aten::_local_scalar_dense";
   lazy_clone = name == "aten::_lazy_clone";
-  list_op = is_list_op(schema);
   nested = name.rfind("aten::_nested", 0) == 0;
   tells_stream = name == "aten::record_stream";
-  const auto& overload = handle.operator_name().overload_name;
-  const std::string full = name + (overload.empty() ? "" : "." + overload);
   for (const RawReader& raw : raw_readers())
-    if (full == std::string("aten::") + raw.name) reads_raw = raw.reads;
+    if (this->name() == std::string("aten::") + raw.name) reads_raw = raw.reads;
   for (const char* part : {"convolution", "mm", "bmm", "addmv", "linear", "dot_product_attention", "lstm", "gru"})
     expensive |= name.find(part) != std::string::npos;
+}
+
+void OpInfo::classify(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  const std::string space = name.substr(0, name.find("::"));
   collective = space == "c10d";
   if (!own_namespaces().count(space)) {
     kind = OpClass::kForeign;
-    native = is_native(handle);
+    native = is_native(op);
     keeps = native && !collective;
     if (!writes)  // an op that declares no write may write to all its arguments
       for (size_t i = 0; i < may_hold_tensors.size(); ++i)
         if ((written[i] = may_hold_tensors[i])) writes++;
-    return;
-  }
-  const bool hidden = running_mean >= 0;
-  if (handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-      !handle.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-      !handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
+  } else if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+             !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+             !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
     kind = OpClass::kComposite;
-    return;
-  }
-  if (!torchs) {
+  } else if (!torchs) {
     // Torch's own, but not an op on tensors alone: the ops that it calls are paged, and its declared writes are
     // believed.
     kind = OpClass::kForeign;
     only_reads = !writes && space != "profiler" && space.find("c10d") == std::string::npos && space != "_dtensor";
-    return;
-  }
-  if (views().count(name)) {
+  } else if (views().count(name)) {
     kind = OpClass::kView;
     writes = 0;
     std::fill(written.begin(), written.end(), uint8_t{0});
-    return;
-  }
-  if (pager::metadata().count(name) && writes == 0) {
+  } else if (pager::metadata().count(name) && writes == 0) {
     kind = OpClass::kMetadata;
-  } else if (any_tensor && writes == 0 && all_aliases && !schema.returns().empty() && !storage_op) {
-    bool aliasing = false;
-    for (const auto& r : schema.returns()) aliasing |= r.alias_info() != nullptr;
-    if (aliasing) kind = OpClass::kView;
+  } else if (returns_aliases(schema) && !writes && !storage_op &&
+             std::any_of(may_hold_tensors.begin(), may_hold_tensors.end(), [](uint8_t holds) { return holds; })) {
+    kind = OpClass::kView;
   }
-  const bool never = never_again().count(name) > 0 || silent != written_in_silence().end() || storage_op ||
-                     uninitialized || lazy_clone;
-  recordable = !never && kind != OpClass::kView && writes <= 1 && (!hidden || writes == 0);
-  // out= is written and not read. The returned tensor shows how much of it was written.
-  if (positional_outputs && returns && !adds_to_out().count(name)) overwriter = true;
 }
 
 OpInfo::OpInfo(std::string name)

@@ -80,6 +80,11 @@ struct OpInfo {
   bool moves_statistics(const c10::IValue* args) const {
     return always_training || (training >= 0 && args[training].isBool() && args[training].toBool());
   }
+
+ private:
+  void read_arguments(const c10::FunctionSchema& schema);  // declared and silent writes, positions
+  void read_tables();                                      // facts by the op's name
+  void classify(const c10::FunctionSchema& schema);
 };
 
 // Returns true if the op is foreign and has a C++ kernel that the dispatcher runs before the pager's.

@@ -143,6 +143,75 @@ static const void* code_of(const c10::KernelFunction& kernel) {
   return functor ? functor : reinterpret_cast<const void*>(boxed.*private_member(CodeOfBoxed()));
 }
 
+// Describes the arguments of a call. False: the call cannot be recorded.
+static bool describe_arguments(Describer* d, const OpInfo* info, const c10::IValue* args, size_t n) {
+  Recipe* const r = d->recipe;
+  const bool statistics = info->moves_statistics(args);
+  r->args.reserve(n);
+  for (size_t i = 0; i < n && d->ok; ++i) {
+    const c10::IValue& v = args[i];
+    const bool left_out =
+        statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var);
+    if (left_out) {  // they change once a step; the op's results in training do not depend on them
+      r->args.emplace_back();
+      d->hash.mix(uint64_t{29});
+    } else if (v.isTensor()) {
+      const bool defined = v.toTensor().defined();
+      if (defined) d->tensor(v, i, -1);
+      r->args.push_back(defined ? c10::IValue() : v);
+      d->hash.mix(uint64_t{31});
+    } else if (info->may_hold_tensors[i] && v.isList()) {
+      const auto list = v.toListRef();
+      d->hash.mix(33 + 64 * list.size());
+      for (size_t k = 0; k < list.size(); ++k)
+        if (list[k].isTensor() && list[k].toTensor().defined()) {
+          d->tensor(list[k], i, static_cast<int32_t>(k));
+          d->hash.mix(static_cast<uint64_t>(k));
+        } else if (!list[k].isNone() && !list[k].isTensor()) {
+          d->ok = false;
+        }
+      r->args.emplace_back(static_cast<int64_t>(list.size()));
+    } else {
+      if (info->may_hold_tensors[i] && !v.isNone()) d->ok = false;
+      if (!d->hash.mix_value(v)) d->ok = false;
+      r->args.push_back(v);
+    }
+  }
+  size_t written = 0;
+  for (const TensorArg& a : r->tensors) written += a.role == Role::kWritten || a.role == Role::kFresh;
+  if (!d->ok || written != static_cast<size_t>(info->writes)) return false;  // a list counts each of its tensors
+  return written == 0 || !reads_its_own_writes(*r, d->storages);
+}
+
+// Gives the recipe its inputs' versions, with a reference to each. False: one of them does not determine the result,
+// and the recipe has no references.
+static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& cells) {
+  uint16_t depth = 0;
+  bool ok = true;
+  for (size_t i = 0; i < r->tensors.size() && ok; ++i) {
+    Cell* c = cells[i];
+    if (!c) continue;
+    Version* v = c->version;
+    // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
+    if (c->escape != Escape::kNone || v->uninitialized) ok = false;
+    if (r->tensors[i].role == Role::kWritten && !(v->recipe && recipe_available_locked(v->recipe))) ok = false;
+    if (!ok) break;
+    if (v->recipe) {
+      depth = std::max(depth, v->depth);
+      r->checked |= v->recipe->checked;
+    }
+    v->refs++;
+    r->tensors[i].version = v;
+  }
+  r->depth = static_cast<uint16_t>(depth + 1);
+  if (ok && r->depth <= kLongestChain) return true;
+  // None of these references is the last, since each cell has one.
+  for (TensorArg& a : r->tensors)
+    if (a.version) a.version->refs--;
+  r->tensors.clear();
+  return false;
+}
+
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
   if (C10_UNLIKELY(info->differs_by_chance(args, queues)) && !at::globalContext().deterministicAlgorithms())
     return nullptr;
@@ -156,41 +225,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   if (!kernel) return nullptr;
   const void* const code = code_of(*kernel);
   d.hash.mix(reinterpret_cast<uintptr_t>(code));
-  const bool statistics = info->moves_statistics(args);
-  r->args.reserve(n);
-  for (size_t i = 0; i < n && d.ok; ++i) {
-    const c10::IValue& v = args[i];
-    const bool left_out =
-        statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var);
-    if (left_out) {  // they change once a step; the op's results in training do not depend on them
-      r->args.emplace_back();
-      d.hash.mix(uint64_t{29});
-    } else if (v.isTensor()) {
-      const bool defined = v.toTensor().defined();
-      if (defined) d.tensor(v, i, -1);
-      r->args.push_back(defined ? c10::IValue() : v);
-      d.hash.mix(uint64_t{31});
-    } else if (info->may_hold_tensors[i] && v.isList()) {
-      const auto list = v.toListRef();
-      d.hash.mix(33 + 64 * list.size());
-      for (size_t k = 0; k < list.size(); ++k)
-        if (list[k].isTensor() && list[k].toTensor().defined()) {
-          d.tensor(list[k], i, static_cast<int32_t>(k));
-          d.hash.mix(static_cast<uint64_t>(k));
-        } else if (!list[k].isNone() && !list[k].isTensor()) {
-          d.ok = false;
-        }
-      r->args.emplace_back(static_cast<int64_t>(list.size()));
-    } else {
-      if (info->may_hold_tensors[i] && !v.isNone()) d.ok = false;
-      if (!d.hash.mix_value(v)) d.ok = false;
-      r->args.push_back(v);
-    }
-  }
-  size_t written = 0;
-  for (const TensorArg& a : r->tensors) written += a.role == Role::kWritten || a.role == Role::kFresh;
-  if (!d.ok || written != static_cast<size_t>(info->writes)) return nullptr;  // a list counts each of its tensors
-  if (written > 0 && reads_its_own_writes(*r, d.storages)) return nullptr;
+  if (!describe_arguments(&d, info, args, n)) return nullptr;
   if (draws(info, args, n)) {
     if (!can_draw_again(info)) return nullptr;
     r->rng = generator_before(info, args);
@@ -203,35 +238,12 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   if (trust == Trust::kNo) return nullptr;
   r->checked = trust == Trust::kFamily;
   const Hold lock(graph_lock());
-  uint16_t depth = 0;
-  for (size_t i = 0; i < r->tensors.size() && d.ok; ++i) {
-    Cell* c = d.cells[i];
-    if (!c) continue;
-    Version* v = c->version;
-    // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
-    if (c->escape != Escape::kNone || v->uninitialized) d.ok = false;
-    if (r->tensors[i].role == Role::kWritten && !(v->recipe && recipe_available_locked(v->recipe))) d.ok = false;
-    if (!d.ok) break;
-    if (v->recipe) {
-      depth = std::max(depth, v->depth);
-      r->checked |= v->recipe->checked;
-    }
-    v->refs++;
-    r->tensors[i].version = v;
-  }
-  r->depth = static_cast<uint16_t>(depth + 1);
-  if (d.ok && r->depth <= kLongestChain) {
-    r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
-               r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
-    recipe_bytes += r->bytes;
-    counters.recorded_ops += 1;
-    return r;
-  }
-  // Releases the references. None of them is the last, since each cell has one.
-  for (TensorArg& a : r->tensors)
-    if (a.version) a.version->refs--;
-  r->tensors.clear();
-  return nullptr;
+  if (!take_versions_locked(r.get(), d.cells)) return nullptr;
+  r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
+             r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
+  recipe_bytes += r->bytes;
+  counters.recorded_ops += 1;
+  return r;
 }
 
 void discard(std::unique_ptr<Recipe> recipe) {

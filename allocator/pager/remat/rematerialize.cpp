@@ -227,10 +227,10 @@ bool give_to_cell(Version* v, StoragePtr& made) {
   return true;
 }
 
-// Releases a counted version.
-struct Held {
-  explicit Held(Version* v) : version(v) {}
-  ~Held() {
+// A reference to a version; null: none.
+struct CountedVersion {
+  explicit CountedVersion(Version* v) : version(v) {}
+  ~CountedVersion() {
     if (!version) return;
     Trash trash;
     const Hold lock(graph_lock());
@@ -239,47 +239,76 @@ struct Held {
   Version* version;
 };
 
-// Runs one recipe. False: bytes that the plan counted on have been evicted.
-bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* result) {
+// Brings a recipe's inputs back and runs it. False: bytes that the plan counted on have been evicted.
+bool run_on_inputs(const Recipe* r, const Plan& plan, std::vector<StoragePtr>* made) {
   std::vector<Source> sources(r->tensors.size());
+  std::vector<std::unique_ptr<Input>> inputs;
+  std::vector<const Version*> read;
+  for (size_t i = 0; i < r->tensors.size(); ++i) {
+    const Version* v = r->tensors[i].version;
+    if (!v) continue;
+    inputs.push_back(std::make_unique<Input>());
+    if (!inputs.back()->fetch(v, &sources[i], plan.beside_others)) return false;
+    read.push_back(v);
+  }
+  Wait wait;
+  *made = run(*r, std::move(sources));
+  const uint64_t took = wait.end();
+  counters.rematerialized_ops++;
+  counters.remat_ns += took;
+  uint64_t bytes = 0;
+  for (const StoragePtr& s : *made)
+    if (s) bytes += s->nbytes();
+  note_event(Event::kRematerialize, r, bytes, took);
+  // Pins do not keep another thread's op from writing to an input. The old bytes have then moved to an orphan, and the
+  // results may be wrong: they are dropped.
+  const Hold lock(graph_lock());
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (!inputs[i]->has_still_locked(read[i])) return false;
+  return true;
+}
+
+// Ends the loans of inputs that no later recipe of the plan reads.
+void end_loans(const Recipe* r, Plan* plan) {
+  Trash trash;
+  const Hold lock(graph_lock());
+  if (tl_group) tl_group->has_run_locked(r);
+  for (const TensorArg& a : r->tensors) {
+    const auto found = a.version ? plan->uses.find(a.version) : plan->uses.end();
+    if (found == plan->uses.end() || found->second == 0 || --found->second > 0) continue;
+    if (!worth_keeping_locked(a.version) &&
+        std::find(plan->lent.begin(), plan->lent.end(), a.version) != plan->lent.end())
+      end_loan_locked(a.version, &trash);
+  }
+}
+
+// Gives the bytes of one output to the result, to the output's cell, or to a later recipe of the plan.
+void hand_out(const Recipe* r, Version* v, StoragePtr& made, const Version* target, Plan* plan, at::DataPtr* result) {
+  TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
+              " gave another size when it was run again. Please report this.");
+  const bool simple = pointer_of(made.get()).get_deleter() == budget.pool->deleter();
+  TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(),
+              " gave memory that is not the pool's. Please report this.");
+  if (v == target) {
+    if (plan->uses[v] > 0) return;
+    *result = std::move(pointer_of(made.get()));
+    pointer_of(made.get()).clear();
+    return;
+  }
+  if (give_to_cell(v, made) || plan->uses[v] == 0) return;
+  const Hold lock(graph_lock());
+  if (v->cell || v->refs == 1) return;  // no other reference is left
+  lend_bytes_locked(v, std::move(pointer_of(made.get())));
+  pointer_of(made.get()).clear();
+  v->refs++;
+  plan->lent.push_back(v);
+}
+
+// Runs one recipe. False: bytes that the plan counted on have been evicted.
+bool run_one(const Recipe* r, const Version* target, Plan* plan, at::DataPtr* result) {
   std::vector<StoragePtr> made;
-  {
-    std::vector<std::unique_ptr<Input>> inputs;
-    std::vector<const Version*> read;
-    for (size_t i = 0; i < r->tensors.size(); ++i) {
-      const Version* v = r->tensors[i].version;
-      if (!v) continue;
-      inputs.push_back(std::make_unique<Input>());
-      if (!inputs.back()->fetch(v, &sources[i], plan.beside_others)) return false;
-      read.push_back(v);
-    }
-    Wait wait;
-    made = run(*r, std::move(sources));
-    const uint64_t took = wait.end();
-    counters.rematerialized_ops++;
-    counters.remat_ns += took;
-    uint64_t bytes = 0;
-    for (const StoragePtr& s : made)
-      if (s) bytes += s->nbytes();
-    note_event(Event::kRematerialize, r, bytes, took);
-    // Pins do not keep another thread's op from writing to an input. The old bytes have then moved to an orphan, and
-    // the results may be wrong: they are dropped.
-    const Hold lock(graph_lock());
-    for (size_t i = 0; i < inputs.size(); ++i)
-      if (!inputs[i]->has_still_locked(read[i])) return false;
-  }
-  {
-    Trash trash;
-    const Hold lock(graph_lock());
-    if (tl_group) tl_group->has_run_locked(r);
-    for (const TensorArg& a : r->tensors) {
-      const auto found = a.version ? plan.uses.find(a.version) : plan.uses.end();
-      if (found == plan.uses.end() || found->second == 0 || --found->second > 0) continue;
-      if (!worth_keeping_locked(a.version) &&
-          std::find(plan.lent.begin(), plan.lent.end(), a.version) != plan.lent.end())
-        end_loan_locked(a.version, &trash);
-    }
-  }
+  if (!run_on_inputs(r, *plan, &made)) return false;
+  end_loans(r, plan);
   for (size_t i = 0; i < r->outputs.size() && i < made.size(); ++i) {
     Version* v;
     {
@@ -287,26 +316,8 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
       v = r->outputs[i];
       if (v) v->refs++;
     }
-    const Held held(v);
-    if (!v || !made[i]) continue;
-    TORCH_CHECK(made[i]->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
-                " gave another size when it was run again. Please report this.");
-    const bool simple = pointer_of(made[i].get()).get_deleter() == budget.pool->deleter();
-    TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(),
-                " gave memory that is not the pool's. Please report this.");
-    if (v == target) {
-      if (plan.uses[v] > 0) continue;
-      *result = std::move(pointer_of(made[i].get()));
-      pointer_of(made[i].get()).clear();
-      continue;
-    }
-    if (give_to_cell(v, made[i]) || plan.uses[v] == 0) continue;
-    const Hold lock(graph_lock());
-    if (v->cell || v->refs == 1) continue;  // no other reference is left
-    lend_bytes_locked(v, std::move(pointer_of(made[i].get())));
-    pointer_of(made[i].get()).clear();
-    v->refs++;
-    plan.lent.push_back(v);
+    const CountedVersion counted(v);
+    if (v && made[i]) hand_out(r, v, made[i], target, plan, result);
   }
   return true;
 }
@@ -333,7 +344,7 @@ at::DataPtr rematerialize(Cell* c) {
     }
     at::DataPtr result;
     bool done = true;
-    for (size_t i = 0; i < plan.order.size() && done; ++i) done = run_one(plan.order[i], target, plan, &result);
+    for (size_t i = 0; i < plan.order.size() && done; ++i) done = run_one(plan.order[i], target, &plan, &result);
     if (done && result.get()) return result;
   }
   TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");

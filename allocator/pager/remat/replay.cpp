@@ -64,20 +64,10 @@ StoragePtr storage_for(const TensorArg& a, Source& source) {
   return copy;
 }
 
-}  // namespace
-
-std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
-  Below below;
-  const OwnWork own;
-  c10::OptionalDeviceGuard here;
-  if (queues) here.reset_device(budget.pool->device);
-  NumericsGuard numerics(r.numerics);
-  const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : taking().fill);
+// The arguments of a recipe's call, with tensors over its sources. Lists of tensors were kept as their lengths.
+torch::jit::Stack arguments_of(const Recipe& r, std::vector<Source> sources, std::vector<StoragePtr>* inputs,
+                               StoragePtr* written) {
   torch::jit::Stack stack(r.args.begin(), r.args.end());
-  StoragePtr written;
-  std::vector<StoragePtr> inputs;
-  const auto& arguments = r.info->op.schema().arguments();
-  // Lists were kept as their lengths.
   std::vector<std::vector<at::Tensor>> lists(stack.size());
   std::vector<bool> is_list(stack.size(), false);
   for (size_t i = 0; i < stack.size(); ++i)
@@ -88,14 +78,15 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
     StoragePtr s = storage_for(a, sources[i]);
-    if (a.role == Role::kWritten || a.role == Role::kFresh) written = s;
-    inputs.push_back(s);
+    if (a.role == Role::kWritten || a.role == Role::kFresh) *written = s;
+    inputs->push_back(s);
     at::Tensor t = tensor_over(a, std::move(s));
     if (a.element >= 0)
       lists[a.argument][static_cast<size_t>(a.element)] = std::move(t);
     else
       stack[a.argument] = std::move(t);
   }
+  const auto& arguments = r.info->op.schema().arguments();
   for (size_t i = 0; i < stack.size(); ++i) {
     if (!is_list[i]) continue;
     const bool optional = arguments[i].type()->containedTypes().size() == 1 &&
@@ -108,18 +99,12 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
       stack[i] = c10::List<at::Tensor>(lists[i]);
     }
   }
-  lists.clear();
-  OneDnnStaysOn onednn;
-  if (r.rng.defined())
-    draw_again(r.info, r.kind->kernel, r.keys, r.rng, &stack);
-  else
-    r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
-  onednn.returned();
+  return stack;
+}
+
+// The storages of a call's results; null for one that is an input's.
+std::vector<StoragePtr> results_on(const torch::jit::Stack& stack, const std::vector<StoragePtr>& inputs) {
   std::vector<StoragePtr> outputs;
-  if (r.info->writes) {
-    outputs.push_back(std::move(written));
-    return outputs;
-  }
   const auto add = [&](const c10::IValue& v) {
     c10::TensorImpl* t = v.isTensor() ? v.unsafeToTensorImpl() : nullptr;
     c10::StorageImpl* s = t && t->has_storage() ? t->unsafe_storage().unsafeGetStorageImpl() : nullptr;
@@ -134,6 +119,28 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
       add(v);
   }
   return outputs;
+}
+
+}  // namespace
+
+std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
+  Below below;
+  const OwnWork own;
+  c10::OptionalDeviceGuard here;
+  if (queues) here.reset_device(budget.pool->device);
+  NumericsGuard numerics(r.numerics);
+  const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : taking().fill);
+  StoragePtr written;
+  std::vector<StoragePtr> inputs;
+  torch::jit::Stack stack = arguments_of(r, std::move(sources), &inputs, &written);
+  OneDnnStaysOn onednn;
+  if (r.rng.defined())
+    draw_again(r.info, r.kind->kernel, r.keys, r.rng, &stack);
+  else
+    r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
+  onednn.returned();
+  if (!r.info->writes) return results_on(stack, inputs);
+  return {std::move(written)};
 }
 
 }  // namespace memmgr::pager

@@ -65,6 +65,30 @@ bool begin_coming_back(Cell* c) {
   }
 }
 
+// Unpacks the cell's bits, or reads its copy in the tier. If that fails, its recipe runs, and `absence` says so.
+static at::DataPtr copy_back(Cell* c, Absence* absence) {
+  at::DataPtr bytes;
+  {
+    std::optional<FilledByTier> filled;
+    if (*absence != Absence::kPacked) filled.emplace();
+    bytes = allocate_for(c);
+  }
+  if (*absence == Absence::kPacked) {
+    mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
+    return bytes;
+  }
+  const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
+  if (wrong >= 0) return bytes;
+  if (has_file_copy(c)) throw_file_failed(c, -wrong);
+  note_tier_error(-wrong);
+  TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
+              " bytes back: ", std::strerror(-wrong),
+              budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
+  *absence = Absence::kEvicted;
+  bytes.clear();
+  return make_again(c);
+}
+
 void bring_back(Cell* c) {
   if (!begin_coming_back(c)) {
     use_here(c);
@@ -86,28 +110,7 @@ void bring_back(Cell* c) {
         if (c->slot < 0) throw;  // otherwise the copy in the tier is read, which needs room for the cell alone
       }
     }
-    if (!bytes) {
-      {
-        std::optional<FilledByTier> filled;
-        if (absence != Absence::kPacked) filled.emplace();
-        bytes = allocate_for(c);
-      }
-      if (absence == Absence::kPacked) {
-        mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
-      } else {
-        const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
-        if (wrong < 0) {
-          if (has_file_copy(c)) throw_file_failed(c, -wrong);
-          note_tier_error(-wrong);
-          TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
-                      " bytes back: ", std::strerror(-wrong),
-                      budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
-          absence = Absence::kEvicted;
-          bytes.clear();
-          bytes = make_again(c);
-        }
-      }
-    }
+    if (!bytes) bytes = copy_back(c, &absence);
     check_sum(c, bytes.get());
   } catch (...) {
     end_move(c, true);
