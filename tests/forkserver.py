@@ -243,6 +243,7 @@ def serve(number: int) -> None:
     gc.collect()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(gc.get_objects()))  # a program that ends does not take torch apart
     gc.freeze()
+    _keep_frozen()
     server = socket.socket(fileno=number)
     while True:
         text, streams, _, _ = socket.recv_fds(server, 1 << 20, 3)
@@ -269,6 +270,21 @@ def serve(number: int) -> None:
         server.send(os.read(reading, 32))
         for descriptor in (reading, waits, goes, *streams):
             os.close(descriptor)
+
+
+def _keep_frozen() -> None:
+    """`gc.unfreeze` leaves what is frozen now until the program freezes, too. A budget unfreezes when it opens, and the
+    collections of such a program, at its end above all, took longer than the rest of it: they go through all of torch.
+    """
+    import gc
+
+    freeze, unfreeze = gc.freeze, gc.unfreeze
+
+    def program_freezes() -> None:
+        gc.unfreeze = unfreeze
+        freeze()
+
+    gc.freeze, gc.unfreeze = program_freezes, lambda: None
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
