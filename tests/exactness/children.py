@@ -50,7 +50,11 @@ def run(module: str, *args: str, timeout: float = 60, env: dict[str, str] | None
 
 
 def arm() -> None:
-    """In the child: dump every thread's stack and exit if it takes too long."""
+    """In the child: dump every thread's stack and exit if it takes too long. What is imported stays frozen where the program
+    freezes it, as in tests/conftest.py."""
+    from memmgr.runtime import session
+
+    session._thaw = lambda: None
     faulthandler.enable()
     after = float(os.environ.get("EXACTNESS_DUMP_AFTER", "0"))
     if after > 0:
