@@ -280,11 +280,15 @@ def _keep_frozen() -> None:
 
     freeze, unfreeze = gc.freeze, gc.unfreeze
 
+    def keep() -> None:
+        pass
+
     def program_freezes() -> None:
-        gc.unfreeze = unfreeze
+        if gc.unfreeze is keep:
+            gc.unfreeze = unfreeze
         freeze()
 
-    gc.freeze, gc.unfreeze = program_freezes, lambda: None
+    gc.freeze, gc.unfreeze = program_freezes, keep
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
