@@ -274,8 +274,8 @@ def serve(number: int) -> None:
 
 
 def _keep_frozen() -> None:
-    """`gc.unfreeze` leaves what is frozen now until the program freezes, too. A budget unfreezes when it opens, and the
-    collections of such a program, at its end above all, took longer than the rest of it: they go through all of torch.
+    """`gc.unfreeze` does nothing until the program itself freezes. A budget unfreezes when it opens. Every later collection,
+    at the program's end above all, then goes through all of torch, which took longer than the rest of the program.
     """
     import gc
 

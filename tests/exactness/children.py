@@ -51,8 +51,8 @@ def run(module: str, *args: str, timeout: float = 60, env: dict[str, str] | None
 
 
 def arm() -> None:
-    """In the child: dump every thread's stack and exit if it takes too long. What is imported stays frozen where the program
-    freezes it, as in tests/conftest.py."""
+    """In the child: dump every thread's stack and exit if it takes too long. Modules that the program freezes stay frozen when
+    a budget opens, as in tests/conftest.py."""
     gc.unfreeze = lambda: None
     faulthandler.enable()
     after = float(os.environ.get("EXACTNESS_DUMP_AFTER", "0"))
