@@ -9,6 +9,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+# Containers set it, and each of the suite's processes would compile torch's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -71,8 +73,9 @@ setup: $(VENV)/.installed ## make .venv with everything in it
 demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits
 	$(PY) -P -m memmgr.tools.cli demo $(DEMO_ARGS)
 
-# A file's tests share fixtures, so a file is one worker's; tests/conftest.py puts the longest first.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A file's tests share fixtures, so a file is one worker's; tests/conftest.py puts the longest first. The cases with two threads
+# would spin while the other worker has the second core.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup compiled ## what a change has to pass
 	@echo "make test: about 17 minutes on two cores; make test-fast takes two"

@@ -1,8 +1,9 @@
 """`subprocess.run` and `subprocess.Popen` for Python programs, without the seconds that importing torch takes.
 
 A process that has imported torch, and no module of memmgr, forks a child for each program and gives it the program's
-arguments, folder, environment and standard streams. The child ends as every interpreter does, and it is this process's
-child, as `Popen` makes it. Half of the suite's time was the start of interpreters.
+arguments, folder, environment and standard streams. The child's interpreter ends as every one does, without the
+destructors of torch's libraries, and it is this process's child, as `Popen` makes it. Half of the suite's time was the
+start of interpreters.
 
 Variables that torch or the C library read when they are loaded have no effect any more. A program that sets such a
 variable gets an interpreter of its own, and so does one with an option that is not known here.
@@ -243,6 +244,7 @@ def serve(number: int) -> None:
     gc.collect()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(gc.get_objects()))  # a program that ends does not take torch apart
     gc.freeze()
+    _keep_frozen()
     server = socket.socket(fileno=number)
     while True:
         text, streams, _, _ = socket.recv_fds(server, 1 << 20, 3)
@@ -269,6 +271,25 @@ def serve(number: int) -> None:
         server.send(os.read(reading, 32))
         for descriptor in (reading, waits, goes, *streams):
             os.close(descriptor)
+
+
+def _keep_frozen() -> None:
+    """`gc.unfreeze` does nothing until the program itself freezes. A budget unfreezes when it opens. Every later collection,
+    at the program's end above all, then goes through all of torch, which took longer than the rest of the program.
+    """
+    import gc
+
+    freeze, unfreeze = gc.freeze, gc.unfreeze
+
+    def keep() -> None:
+        pass
+
+    def program_freezes() -> None:
+        if gc.unfreeze is keep:
+            gc.unfreeze = unfreeze
+        freeze()
+
+    gc.freeze, gc.unfreeze = program_freezes, keep
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
@@ -305,6 +326,11 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     main = sys.modules["__main__"].__dict__
     for name in ("serve", "sys"):
         main.pop(name, None)
+    # The destructors of torch's own libraries take half of a short program's time. Those of libraries that the program loads
+    # run before this, and nothing waits in a buffer of C's.
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 2, 0)
+    libc.on_exit(libc._exit, None)
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         torch._import_device_backends()  # as importing it does at its end
     if kind == "-m":

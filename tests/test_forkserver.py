@@ -60,7 +60,9 @@ def test_what_is_read_when_torch_loads_takes_an_interpreter_of_its_own() -> None
 
 
 def test_a_program_that_ends_with_its_parent_does_not_end_with_what_forked_it() -> None:
-    program = "import ctypes; ctypes.CDLL(None).prctl(1, 9); import time; time.sleep(0.02)"  # PR_SET_PDEATHSIG
+    program = (
+        "import ctypes, os, time; ctypes.CDLL(None).prctl(1, 9); time.sleep(0.02); os._exit(0)"  # PR_SET_PDEATHSIG
+    )
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # nothing is imported before
     codes = [forkserver.run([sys.executable, "-P", "-c", program], env=environment).returncode for _ in range(20)]
     assert codes == [0] * 20

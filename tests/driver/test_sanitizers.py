@@ -12,7 +12,8 @@ import pytest
 
 from . import build
 
-SECONDS = 1
+SECONDS = (1, 10, 60)  # the next, where a machine with other load got through too few rounds
+ROUNDS = 100
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
@@ -46,10 +47,16 @@ def test_threads_under_a_sanitizer(sanitizer: str, stress: str, tmp_path: Path) 
     on_host = stress == "stress"  # the arena that the CPU device has, with searches, a file below it, and forks
     source = build.CORE / "stress.cpp" if on_host else Path(__file__).parent / f"{stress}.cpp"
     program = build.build(f"{stress}_{sanitizer}", [source, core], flags, shared=False)
-    words = [str(SECONDS), str(tmp_path)] if on_host else [str(build.fake_driver(sanitizer)), str(SECONDS)]
-    command = [str(program), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **OPTIONS})
-    assert done.returncode == 0, done.stdout + done.stderr
-    rounds = re.search(r"(\d+) rounds", done.stdout)
-    assert rounds is not None and int(rounds[1]) > 100, done.stdout
-    assert not on_host or re.search(r" [1-9]\d* by a search", done.stdout), done.stdout
+    for seconds in SECONDS:
+        words = [str(seconds), str(tmp_path)] if on_host else [str(build.fake_driver(sanitizer)), str(seconds)]
+        command = [str(program), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **OPTIONS})
+        assert done.returncode == 0, done.stdout + done.stderr
+        rounds = re.search(r"(\d+) rounds", done.stdout)
+        if rounds is not None and int(rounds[1]) > ROUNDS and (not on_host or _by_a_search(done.stdout)):
+            return
+    raise AssertionError(done.stdout)
+
+
+def _by_a_search(said: str) -> bool:
+    return re.search(r" [1-9]\d* by a search", said) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def run(module: str, *args: str, timeout: float = 60, env: dict[str, str] | None
 
 
 def arm() -> None:
-    """In the child: dump every thread's stack and exit if it takes too long."""
+    """In the child: dump every thread's stack and exit if it takes too long. Modules that the program freezes stay frozen when
+    a budget opens, as in tests/conftest.py."""
+    gc.unfreeze = lambda: None
     faulthandler.enable()
     after = float(os.environ.get("EXACTNESS_DUMP_AFTER", "0"))
     if after > 0:

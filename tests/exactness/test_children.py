@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,42 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from . import cases, children
 from .harness import HUGE_BYTES, MODES, Record, Scope, assert_same, bits, check, managed, reference
-
-BIG_BYTES = 512 << 20
-"""More than any budget of this file: an allocation of it succeeds only where no budget is kept."""
+from .pictures import BIG_BYTES, Pictures, WorkerState
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")]  # 3.12 warns of fork beside threads
 
 
-class Pictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Trains a little of its own in the worker, and proves that no budget is kept there."""
-
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert torch.utils.data.get_worker_info() is not None, "not in a worker"
-        torch.empty(BIG_BYTES // 4)
-        g = torch.Generator().manual_seed(index)
-        x = torch.randn(3, 16, 16, generator=g)
-        w = torch.randn(16, 16, generator=g).requires_grad_()
-        (x @ w).tanh().exp().sum().backward()
-        assert w.grad is not None
-        return x + w.grad * 0.01, torch.rand(()) * 0 + torch.tensor(float(index % 5))
-
-
-class WorkerState:
-    """``worker_init_fn``: runs in each worker before its first item."""
-
-    def __call__(self, worker: int) -> None:
-        torch.set_num_threads(1)
-
-
-def _loader(context: str, persistent: bool) -> Callable[[int, Scope], Record]:
+def loader(context: str, persistent: bool) -> Callable[[int, Scope], Record]:
     def fn(seed: int, scope: Scope) -> Record:
         model = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
@@ -92,7 +65,7 @@ def _loader(context: str, persistent: bool) -> Callable[[int, Scope], Record]:
 
 
 LOADERS = {
-    f"{context}{'-persistent' * persistent}": _loader(context, persistent)
+    f"{context}{'-persistent' * persistent}": loader(context, persistent)
     for context, persistent in (("fork", False), ("fork", True), ("spawn", True))
 }
 
@@ -299,20 +272,13 @@ def test_shared_memory_written_by_a_child(mode: str) -> None:
 # --- the environment path ---------------------------------------------------------------------------------------------
 
 
-def script() -> None:
-    """An unmodified training script with workers; prints a digest of its parameters."""
-    torch.manual_seed(0)
-    record = _loader(sys.argv[2], sys.argv[2] == "spawn")(0, __import__("contextlib").nullcontext)
-    print("DIGEST", hashlib.sha1(repr(sorted(record.items())).encode()).hexdigest())
-
-
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_an_unmodified_script(context: str) -> None:
     """``MEMMGR_BUDGET`` is inherited by the workers' environment and must arm nothing there."""
 
     # The workers allocate more than the budget and train a little: they assert for themselves. (The digest of this script
     # differs from run to run unmanaged too, so it is not compared.)
-    output = children.run("test_children", "script", context, timeout=90, env={"MEMMGR_BUDGET": "256MB"})
+    output = children.run("pictures", context, timeout=90, env={"MEMMGR_BUDGET": "256MB"})
     assert "DIGEST" in output
 
 
@@ -336,8 +302,3 @@ def _descendants() -> set[int]:
         for p in psutil.Process().children(recursive=True)
         if not any(name in " ".join(p.cmdline()) for name in KEPT)
     }
-
-
-if __name__ == "__main__":
-    children.arm()
-    script()

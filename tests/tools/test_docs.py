@@ -39,9 +39,9 @@ TRAIN = """
 import sys
 import torch
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)))
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(2)))
 x = torch.randn(1024, 64)
-for _ in range(4):
+for _ in range(3):
     model(x).square().mean().backward()
     with torch.no_grad():  # torch.optim would import its compiler, which takes as long as torch
         for p in model.parameters():
@@ -64,7 +64,7 @@ MODEL = """
 import torch
 
 def make_step():
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(2)))
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(1)))
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(256, 256)
     def step():
         model(x).square().mean().backward()
