@@ -14,6 +14,7 @@ from pathlib import Path
 
 VARIABLE = "MEMMGR_CACHE"
 _TURNS = "|/-\\"
+_TEMPORARY = f"memmgr-cache-{os.getuid()}"
 
 
 def _wanted() -> Path | None:
@@ -38,7 +39,7 @@ def _is_writable(folder: Path) -> bool:
 
 def _temporary() -> Path | None:
     """A folder of this user alone: libraries are loaded from it. None: another user has made it."""
-    folder = Path(tempfile.gettempdir()) / f"memmgr-cache-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / _TEMPORARY
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -55,6 +56,14 @@ def folder() -> tuple[Path, str | None]:
         return wanted, None
     why = "this user has no home" if wanted is None else f"{wanted} cannot be written"
     return _temporary() or wanted or Path(tempfile.gettempdir()) / "memmgr", why
+
+
+def folders() -> list[Path]:
+    """All folders that libraries of this user may be in, those that exist."""
+    wanted, temporary = _wanted(), Path(tempfile.gettempdir()) / _TEMPORARY
+    found = [] if wanted is None or not wanted.is_dir() else [wanted]
+    ours = temporary.is_dir() and not temporary.is_symlink() and temporary.stat().st_uid == os.getuid()
+    return [*found, temporary] if ours else found
 
 
 def place(*parts: str) -> Path:

@@ -65,7 +65,7 @@ def test_what_bash_completes(scripts: Path, tmp_path: Path) -> None:
     assert offered("") == {verb for verb, _, _ in cli.VERBS}
     assert offered("re") == {"report"} and offered("nothing-like-it") == set()
     assert offered("run", "--bud") == {"--budget"}
-    assert offered("run", "--policy", "") == {*POLICIES, *FILTERS}
+    assert offered("run", "--policy", "") == {*POLICIES, *FILTERS, "help"}
     assert offered("run", "--policy", "ev") == {"evict"}
     assert offered("run", "--budget", "1GB", "tra") == {"train.py", "traces"}
     assert offered("run", "--disk", "tra") == {"traces"}, "a file is no folder"

@@ -57,7 +57,7 @@ def _say_what_completes(action: Any) -> None:
     from memmgr.policies import FILTERS, POLICIES
 
     if action.dest == "policy":
-        action.choices = sorted({*POLICIES, *FILTERS})
+        action.choices = sorted({*POLICIES, *FILTERS, "help"})
     elif action.metavar == "FOLDER":
         action.complete = shtab.DIRECTORY
     elif action.type is Path or action.metavar == "FILE" or action.dest in ("script", "arguments"):
