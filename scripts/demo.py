@@ -61,11 +61,12 @@ def done(stage: str, command: Sequence[str | Path], read: Callable[[str], str | 
 
     reader = threading.Thread(target=follow, daemon=True)
     reader.start()
-    while reader.is_alive():
-        reader.join(SAY_SECONDS)
-        if reader.is_alive():
-            say(state[0])
-    if process.wait():
+    with process:
+        while reader.is_alive():
+            reader.join(SAY_SECONDS)
+            if reader.is_alive():
+                say(state[0])
+    if process.returncode:
         print("\n".join(lines[-25:]), file=sys.stderr)
         sys.exit(f"make demo: {stage} failed; the lines above are the end of: {' '.join(map(str, command))}")
     count(stage, before)
@@ -84,10 +85,16 @@ def changed(stamp: str, text: str) -> bool:
     return not path.is_file() or path.read_text() != text
 
 
-def install(project: dict) -> None:  # type: ignore[type-arg]
-    """The packages: those of memmgr itself, the extra `demo`, and those that build it."""
-    wanted = [TORCH, *project["project"]["dependencies"], *project["project"]["optional-dependencies"]["demo"]]
-    wanted += [*project["build-system"]["requires"], "cmake>=3.18", "ninja"]
+def packages() -> list[str]:
+    """Those of memmgr itself, of the extra `demo`, and those that build it."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        pyproject = tomllib.load(file)
+    project, build = pyproject["project"], pyproject["build-system"]["requires"]
+    return [TORCH, *project["dependencies"], *project["optional-dependencies"]["demo"], *build, "cmake>=3.18", "ninja"]
+
+
+def install(wanted: Sequence[str]) -> None:
+    """Makes the environment, unless the last one has the same packages."""
     text = "\n".join([sys.version, *wanted])
     if not changed("packages", text) and PYTHON.is_file():
         return
@@ -119,6 +126,12 @@ def reachable(address: str) -> bool:
         return False
 
 
+def file_of(line: str) -> str | None:
+    """The state that a line of ninja's tells."""
+    found = re.search(r"\[(\d+)/(\d+)\] (?:Building|Linking) .*?([^/ ]+)$", line)
+    return f"compiling the core: file {found[1]} of {found[2]}, {found[3].removesuffix('.o')}" if found else None
+
+
 def build() -> None:
     """The package, whose C++ files are compiled one by one, and the pager, which is one file."""
     digest = hashlib.sha256((PLACE / "packages").read_bytes())
@@ -128,17 +141,10 @@ def build() -> None:
                 digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     digest.update((ROOT / "pyproject.toml").read_bytes())
     if changed("sources", digest.hexdigest()):
-
-        def read(line: str) -> str | None:
-            found = re.search(r"\[(\d+)/(\d+)\] (?:Building|Linking) .*?([^/ ]+)$", line)
-            return (
-                f"compiling the core: file {found[1]} of {found[2]}, {found[3].removesuffix('.o')}" if found else None
-            )
-
         say("compiling the core")
         pip = [PYTHON, "-m", "pip", "install", "-v", "--disable-pip-version-check", "--no-compile", "--no-deps"]
         settings = ["--no-build-isolation", "--force-reinstall", "--config-settings", "build-dir=build/demo/cmake"]
-        done("compiling", [*pip, *settings, "."], read)
+        done("compiling", [*pip, *settings, "."], file_of)
         (PLACE / "sources").write_text(digest.hexdigest())
     code = "from memmgr.native import binding; binding.load()"
     state = "compiling the pager for this torch: file 1 of 1, kept for all later runs"
@@ -150,8 +156,7 @@ def main() -> int:
     PLACE.mkdir(parents=True, exist_ok=True)
     parts = ", ".join(f"{stage} {minutes:g}" for stage, minutes in ESTIMATES.items())
     say(f"about {sum(ESTIMATES.values()):g} minutes of processor time ({parts}), 3 GB of memory, 1 GB of disk")
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        install(tomllib.load(file))
+    install(packages())
     build()
     say("training")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
