@@ -12,21 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-VARIABLE = "MEMMGR_CACHE"
+from memmgr.config import cache_folders
+
+VARIABLE = cache_folders.VARIABLE
 _TURNS = "|/-\\"
-_TEMPORARY = f"memmgr-cache-{os.getuid()}"
-
-
-def _wanted() -> Path | None:
-    """`MEMMGR_CACHE`, else the user's cache folder; None: the user has no home."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "memmgr"
-    except RuntimeError:
-        return None
 
 
 def _is_writable(folder: Path) -> bool:
@@ -39,7 +28,7 @@ def _is_writable(folder: Path) -> bool:
 
 def _temporary() -> Path | None:
     """A folder of this user alone: libraries are loaded from it. None: another user has made it."""
-    folder = Path(tempfile.gettempdir()) / _TEMPORARY
+    folder = cache_folders.temporary()
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -51,24 +40,16 @@ def _temporary() -> Path | None:
 
 def folder() -> tuple[Path, str | None]:
     """Where new libraries are kept, and why not where they should be (None: they are)."""
-    wanted = _wanted()
+    wanted = cache_folders.wanted()
     if wanted is not None and (os.environ.get(VARIABLE) or _is_writable(wanted)):
         return wanted, None
     why = "this user has no home" if wanted is None else f"{wanted} cannot be written"
     return _temporary() or wanted or Path(tempfile.gettempdir()) / "memmgr", why
 
 
-def folders() -> list[Path]:
-    """All folders that libraries of this user may be in, those that exist."""
-    wanted, temporary = _wanted(), Path(tempfile.gettempdir()) / _TEMPORARY
-    found = [] if wanted is None or not wanted.is_dir() else [wanted]
-    ours = temporary.is_dir() and not temporary.is_symlink() and temporary.stat().st_uid == os.getuid()
-    return [*found, temporary] if ours else found
-
-
 def place(*parts: str) -> Path:
     """The path of one library: where it is, or where it is to be made. A folder that cannot be written may have it already."""
-    wanted = _wanted()
+    wanted = cache_folders.wanted()
     if wanted is not None and wanted.joinpath(*parts).is_file():
         return wanted.joinpath(*parts)
     return folder()[0].joinpath(*parts)

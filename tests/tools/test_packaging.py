@@ -198,7 +198,7 @@ def test_what_the_image_is_made_of_reaches_its_builder() -> None:
     let_through = {line[1:] for line in others if line.startswith("!")}
     assert all((ROOT / name).exists() for name in let_through)
     project, build, wheel = _project()["project"], _project()["build-system"], _project()["tool"]["scikit-build"]
-    needed = {"pyproject.toml", "Makefile", project["readme"], *project["license-files"], *build["backend-path"]}
+    needed = {"pyproject.toml", "Makefile", "README.md", *project["license-files"], *build["backend-path"]}
     needed |= {wheel["cmake"]["source-dir"], *wheel["wheel"]["packages"].values()}
     needed |= set(re.findall(r"^COPY (\w+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     assert {"allocator", "memmgr", "examples"} <= needed <= let_through

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from memmgr.config.cache_folders import existing
 from memmgr.config.sizes import show_size
 
 _OURS = re.compile(r"(pager|cuda)-[0-9a-f]{20}")
@@ -34,10 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Removes them, and says how much that was."""
-    from memmgr.native import cache  # and so torch
-
     total = failed = count = 0
-    for folder in cache.folders():
+    for folder in existing():
         for library in _libraries(folder):
             size = sum(path.lstat().st_size for path in library.rglob("*") if not path.is_dir())
             if not args.dry_run:
