@@ -25,7 +25,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint api format bench gpu-bundle gpu-check wheel clean
+.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint api format bench gpu-bundle gpu-check wheel wheels release-check clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,8 +70,9 @@ setup: $(VENV)/.installed ## make .venv with everything in it
 
 # ---- what people run ----------------------------------------------------------------------------------------------
 
-demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits
-	$(PY) -P -m memmgr.tools.cli demo $(DEMO_ARGS)
+demo: ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits, in an environment of its own
+	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@TORCH="$(TORCH)" $(PYTHON) scripts/demo.py $(DEMO_ARGS)
 
 # A file's tests share fixtures, so a file is one worker's; tests/conftest.py puts the longest first. The cases with two threads
 # would spin while the other worker has the second core.
@@ -160,6 +161,16 @@ lint: setup ## ruff, clang-format, the words of comments, mypy --strict
 api: setup ## docs/api.md from the docstrings
 	$(PY) scripts/api_reference.py
 
+# Needs nothing of the tests: an environment of its own.
+DOCS_VENV := build/docs/venv
+docs: ## the documentation as a site in build/docs/site, without warnings
+	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@test -x $(DOCS_VENV)/bin/mkdocs || { $(PYTHON) -m venv --clear $(DOCS_VENV) && \
+	  $(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check \
+	  $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])'); }
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file scripts/mkdocs.yml
+	@echo build/docs/site/readme.html
+
 format: setup ## let the formatters write
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -183,6 +194,14 @@ wheel: ## one wheel in dist/, with the pager for the torch at hand, or of WITH="
 	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair \
 	  $(foreach l,$(TORCH_LIBRARIES),--exclude $(l)) -w dist build/wheel/with/*.whl
 	@ls dist/*manylinux*.whl
+
+wheels: ## one wheel for torch 2.11 to 2.15 and three Pythons, each tried without a compiler (WHEELS_ARGS="--torch 2.13.0+cpu --python python3.11")
+	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) scripts/wheels.py $(WHEELS_ARGS)
+
+release-check: ## what is missing before a release
+	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) scripts/release.py
 
 clean: ## remove what make made
 	rm -rf $(VENV) build carry dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """transformers' Trainer with LoRA adapters: a callback, and nothing else changes.
 
-    pip install "memmgr[trainer]" peft
+    pip install '.[trainer]' peft
     python examples/lora.py --budget 80MB
 
 The model is made here, so that nothing is downloaded; put `AutoModelForCausalLM.from_pretrained(...)` in its place.

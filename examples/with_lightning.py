@@ -1,6 +1,6 @@
 """Lightning's Trainer: a callback, and the module stays as it is.
 
-    pip install "memmgr[lightning]"
+    pip install '.[lightning]'
     python examples/with_lightning.py --budget 60MB
 
 Validation and checkpoints inside `fit` are inside the budget.

@@ -17,24 +17,17 @@ if TYPE_CHECKING:
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
     ("run", "memmgr.tools.verbs.run", "run a training script under a budget, unmodified"),
-    (
-        "top",
-        "memmgr.tools.verbs.top",
-        "watch running trainings: resident and evicted memory, its cost, and its holders",
-    ),
+    ("top", "memmgr.tools.verbs.top", "watch running trainings: memory, its cost, and its holders"),
     ("report", "memmgr.tools.verbs.report", "one HTML page about a finished run, from its log"),
-    ("doctor", "memmgr.tools.verbs.doctor", "check which parts work on this machine, with a remedy for the others"),
-    ("demo", "memmgr.tools.verbs.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
+    ("doctor", "memmgr.tools.verbs.doctor", "check which parts work here, with a remedy for the others"),
+    ("demo", "memmgr.tools.verbs.demo", "train a GPT in less memory, and compare the bits"),
     ("trace", "memmgr.tools.verbs.trace", "record one pass of a training script, for simulate"),
     ("simulate", "memmgr.tools.verbs.simulate", "run a policy over a recorded pass: the cost of a budget"),
     ("plan", "memmgr.tools.verbs.plan", "predict the effect of a budget on a step, before any training"),
-    ("bench", "memmgr.tools.bench.verb", "systems that save memory, side by side: time, peaks and bits under budgets"),
-    (
-        "gpu-check",
-        "memmgr.tools.verbs.gpu_check",
-        "this machine's GPU: the same bits, step times, peaks, and a verdict on each risk",
-    ),
-    ("completion", "memmgr.tools.verbs.completion", "complete all of this by TAB in bash, zsh or fish"),
+    ("bench", "memmgr.tools.bench.verb", "compare systems that save memory: time, peaks and bits"),
+    ("gpu-check", "memmgr.tools.verbs.gpu_check", "check this machine's GPU: bits, step times, peaks, risks"),
+    ("clean", "memmgr.tools.verbs.clean", "remove the libraries that memmgr has compiled here"),
+    ("completion", "memmgr.tools.verbs.completion", "a script for TAB completion in bash, zsh or fish"),
 )
 
 
@@ -105,9 +98,9 @@ def _main(words: Sequence[str]) -> int:
 def _run(verb: str, words: Sequence[str]) -> int:
     """Imports the verb, which may take seconds, reads its words and runs it."""
     import tempfile
-    from argparse import RawDescriptionHelpFormatter
 
     from memmgr.config import variables
+    from memmgr.tools.common.help_text import HelpText
     from memmgr.tools.common.interrupts import ends_at_once
     from memmgr.tools.common.usage_error import Parser
 
@@ -116,7 +109,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
     variables.said = verb == "doctor"  # it lists misspelt ones among the rest
     with ends_at_once(verb):  # some imports treat an interrupt as their own error
         module = import_module({name: path for name, path, _ in VERBS}[verb])
-    parser = Parser(prog=f"memmgr {verb}", description=module.__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = Parser(prog=f"memmgr {verb}", description=module.__doc__, formatter_class=HelpText)
     module.add_arguments(parser)
     args = parser.parse_args(words)
     try:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def meant(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def meant(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
     """`; did you mean 'budget'?`, to go behind an error; nothing where no word is near. Case does not matter.
 
     Args:

@@ -36,6 +36,14 @@ def _accepted(whole: int | None, *more: str) -> str:
     return f"{', '.join(others)} or {last}"
 
 
+class SizeError(ValueError):
+    """Not a size. The text ends with the accepted forms; `why` is the text without them."""
+
+    def __init__(self, why: str, accepted: str) -> None:
+        super().__init__(f"{why}; expected {accepted}")
+        self.why = why
+
+
 def parse_size(
     value: int | float | str, *, whole: int | None = None, what: str = "budget", more: tuple[str, ...] = ()
 ) -> int:
@@ -51,8 +59,8 @@ def parse_size(
         Bytes, at least 1.
 
     Raises:
-        ValueError: not a size, not positive, or so small a number without a unit that the unit was most likely
-            forgotten; the text shows the accepted forms.
+        SizeError: not a size, or not positive; the text shows the accepted forms.
+        ValueError: so small a number without a unit that the unit was most likely forgotten; the text has a guess.
         TypeError: not an int or a string.
     """
     accepted = _accepted(whole, *more)
@@ -60,40 +68,40 @@ def parse_size(
         raise TypeError(f"{what}: expected {accepted}; got {value!r}")
     if isinstance(value, int | float):
         if value != value or value <= 0 or value == float("inf"):
-            raise ValueError(f"{what}: expected a positive size, {accepted}; got {value!r}")
+            raise SizeError(f"{what}: {value!r} is not a positive size", accepted)
         if isinstance(value, float) and not value.is_integer():
-            raise ValueError(f"{what}: {value!r} is not a whole number of bytes; expected {accepted}")
-        _refuse_bare(value, what, accepted)
+            raise SizeError(f"{what}: {value!r} is not a whole number of bytes", accepted)
+        _refuse_bare(value, what)
         return int(value)
     text = value.strip().replace("_", "")
     if not text:
-        raise ValueError(f"{what}: {value!r} is empty; expected {accepted}")
+        raise SizeError(f"{what}: {value!r} is empty", accepted)
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)", text)
     if not match:
-        raise ValueError(f"{what}: cannot read {value!r} as a size; expected {accepted}")
+        raise SizeError(f"{what}: cannot read {value!r} as a size", accepted)
     number, unit = float(match[1]), match[2]
     if unit == "%":
         if whole is None:
-            raise ValueError(f"{what}: a percentage makes no sense here; expected {accepted}")
+            raise SizeError(f"{what}: a percentage makes no sense here", accepted)
         if not 0 < number <= 100:
-            raise ValueError(f"{what}: {value!r} is not between 0 % and 100 %; expected {accepted}")
+            raise SizeError(f"{what}: {value!r} is not between 0 % and 100 %", accepted)
         return max(1, int(whole * number / 100))
     factor = _UNITS.get(unit.upper())
     if factor is None:
-        raise ValueError(f"{what}: unknown unit {unit!r} in {value!r}; expected {accepted}")
+        raise SizeError(f"{what}: unknown unit {unit!r} in {value!r}", accepted)
     size = int(match[1]) if not unit and match[1].isdigit() else int(number * factor)
     if size <= 0:
-        raise ValueError(f"{what}: expected a positive size, {accepted}; got {value!r}")
+        raise SizeError(f"{what}: {value!r} is not a positive size", accepted)
     if not unit:
-        _refuse_bare(number, what, accepted)
+        _refuse_bare(number, what)
     return size
 
 
-def _refuse_bare(number: float, what: str, accepted: str) -> None:
+def _refuse_bare(number: float, what: str) -> None:
     if number < SMALLEST_BARE:
         meant = f"{number:g}GB" if number < 1000 else f"{number:g}MB"
         raise ValueError(
-            f"{what}: {number:g} without a unit is {number:g} bytes; was {meant} meant? ({number:g}B if not.) Expected {accepted}"
+            f"{what}: {number:g} without a unit is {number:g} bytes; was {meant} meant? (If not: {number:g}B.)"
         )
 
 
@@ -150,7 +158,8 @@ def parse_budget(value: int | float | str | None, *, whole: int | None = None, w
     """As `parse_limit`, of a budget, which may depend on the run: `"need*60%"`, `"need*0.6"`, `"auto"`.
 
     Raises:
-        ValueError, TypeError: as `parse_limit`, and a malformed share of the need; the text suggests the right one.
+        ValueError, TypeError: as `parse_limit`, and a malformed share of the need. If a right form is near, the text
+            suggests it instead of showing all forms.
     """
     text = value.strip().lower() if isinstance(value, str) else ""
     if text == "auto":
@@ -159,13 +168,14 @@ def parse_budget(value: int | float | str | None, *, whole: int | None = None, w
     if share is None:
         try:
             return parse_limit(value, whole=whole, what=what, more=_OF_A_RUN)
-        except ValueError as error:
-            raise ValueError(f"{error}{_meant(text)}") from None
+        except SizeError as error:
+            guess = _meant(text)
+            raise (ValueError(error.why + guess) if guess else error) from None
     return _need(share, value, what)
 
 
 def parse_share(text: str, what: str = "--ratio") -> Need:
-    """A share of the need by itself: `60%`, `0.6`.
+    """A share of the need by itself: `60%`, `0.6`, at most all of it.
 
     Raises:
         ValueError: it is none.
@@ -173,7 +183,10 @@ def parse_share(text: str, what: str = "--ratio") -> Need:
     share = need_share(f"need*{text}")
     if share is None:
         raise ValueError(f"{what}: {text!r} is no share of what the run needs; expected 60% or 0.6")
-    return _need(share, text, what)
+    need = _need(share, text, what)
+    if share > 1:
+        raise ValueError(f"{what}: {text!r} is more than the run needs; expected at most 100%")
+    return need
 
 
 def _need(share: float, given: object, what: str) -> Need:
@@ -187,11 +200,12 @@ def _need(share: float, given: object, what: str) -> Need:
 def _meant(text: str) -> str:
     """A suggestion for a misspelt limit, or ""."""
     word = text[: len(text) - len(text.lstrip(string.ascii_lowercase))]
-    near = ["need"] if "need" in text else difflib.get_close_matches(word, _WORDS, n=1)
+    near = ["need"] if "need" in text else difflib.get_close_matches(word, _WORDS, n=1, cutoff=0.7)
     if not near:
         return ""
-    number = re.search(r"[0-9]*\.?[0-9]+\s*%?", text)
-    meant = near[0] if near[0] != "need" else f"need*{number[0] if number else '60%'}"
+    number = re.search(r"([0-9]*\.?[0-9]+)\s*(%?)", text)
+    sign = "%" if number and (number[2] or float(number[1]) > MOST_SHARE) else ""
+    meant = near[0] if near[0] != "need" else f"need*{number[1] + sign if number else '60%'}"
     return f"; did you mean {meant!r}?"
 
 

@@ -37,6 +37,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from memmgr.config.extras import pip_line
+
     try:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     except ModuleNotFoundError as error:
@@ -44,5 +46,5 @@ def __getattr__(name: str) -> Any:
         if library not in _EXTRAS:
             raise
         raise ModuleNotFoundError(
-            f'memmgr.integrations.{name} needs {library}: pip install "memmgr[{_EXTRAS[library]}]"', name=library
+            f"memmgr.integrations.{name} needs {library}: {pip_line(_EXTRAS[library])}", name=library
         ) from None

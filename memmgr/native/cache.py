@@ -12,20 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-VARIABLE = "MEMMGR_CACHE"
+from memmgr.config import cache_folders
+
+VARIABLE = cache_folders.VARIABLE
 _TURNS = "|/-\\"
-
-
-def _wanted() -> Path | None:
-    """`MEMMGR_CACHE`, else the user's cache folder; None: the user has no home."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "memmgr"
-    except RuntimeError:
-        return None
 
 
 def _is_writable(folder: Path) -> bool:
@@ -38,7 +28,7 @@ def _is_writable(folder: Path) -> bool:
 
 def _temporary() -> Path | None:
     """A folder of this user alone: libraries are loaded from it. None: another user has made it."""
-    folder = Path(tempfile.gettempdir()) / f"memmgr-cache-{os.getuid()}"
+    folder = cache_folders.temporary()
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -50,7 +40,7 @@ def _temporary() -> Path | None:
 
 def folder() -> tuple[Path, str | None]:
     """Where new libraries are kept, and why not where they should be (None: they are)."""
-    wanted = _wanted()
+    wanted = cache_folders.wanted()
     if wanted is not None and (os.environ.get(VARIABLE) or _is_writable(wanted)):
         return wanted, None
     why = "this user has no home" if wanted is None else f"{wanted} cannot be written"
@@ -59,7 +49,7 @@ def folder() -> tuple[Path, str | None]:
 
 def place(*parts: str) -> Path:
     """The path of one library: where it is, or where it is to be made. A folder that cannot be written may have it already."""
-    wanted = _wanted()
+    wanted = cache_folders.wanted()
     if wanted is not None and wanted.joinpath(*parts).is_file():
         return wanted.joinpath(*parts)
     return folder()[0].joinpath(*parts)

@@ -38,7 +38,7 @@ def autotm(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run
         try:
             swaps = chosen(trace, accesses, budget, tier)
         except ImportError:
-            return refused("autotm", trace, budget_bytes, "its program needs scipy: pip install 'memmgr[plan]'")
+            return refused("autotm", trace, budget_bytes, "its program needs scipy: pip install scipy")
         if swaps is not None:
             swaps = around_shortage(swaps, accesses.used_bytes, budget)
             runs.append(judged("autotm", trace, budget_bytes, tier, with_copies(trace, events, swaps, tier)))

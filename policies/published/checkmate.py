@@ -46,7 +46,7 @@ def _solved(name: str, trace: Trace, budget: int, tier: TierLink | None, most_ag
     program = Stages(graph, budget, most_again)
     answers = program.solve(LIMIT_SECONDS.get())
     if answers is None:
-        return refused(name, trace, budget, "Checkmate's program needs scipy: pip install 'memmgr[plan]'")
+        return refused(name, trace, budget, "Checkmate's program needs scipy: pip install scipy")
     runs = [judged(name, trace, budget, tier, graph.events(answer)) for answer in answers]
     return fastest(runs) if runs else refused(name, trace, budget, "no schedule was found")
 

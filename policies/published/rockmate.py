@@ -49,9 +49,7 @@ def rockmate(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> R
         if look not in known:
             answers = block.answers()
             if answers is None:
-                return refused(
-                    "rockmate", trace, budget_bytes, "its integer programs need scipy: pip install 'memmgr[plan]'"
-                )
+                return refused("rockmate", trace, budget_bytes, "its integer programs need scipy: pip install scipy")
             known[look] = answers
         ways.append([costs.all_of(i), *(block.way(costs, answer) for answer in known[look])])
     return best_of("rockmate", costs, ways, budget_bytes, tier)

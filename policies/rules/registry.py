@@ -107,7 +107,7 @@ def parse_policy(text: str) -> Policy:
             "fifo(N)", "off".
 
     Raises:
-        ValueError: unknown; the message lists the accepted names.
+        ValueError: unknown; the message has a name that is near, or lists the accepted ones.
     """
     tidy = re.sub(r"\s+", "", text).lower().replace("-", "_").replace("=", ":") if isinstance(text, str) else ""
     if tidy in POLICIES:
@@ -146,10 +146,11 @@ def _prefetcher(name: str) -> Prefetcher | None:
 
 
 def _unknown(text: object) -> ValueError:
-    near = difflib.get_close_matches(str(text).lower(), [*POLICIES, *FILTERS], n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else "."
+    near = difflib.get_close_matches(str(text).lower(), [*POLICIES, *FILTERS], n=1, cutoff=0.7)
+    if near:
+        return ValueError(f"unknown policy {text!r}; did you mean {near[0]!r}?")
     return ValueError(
-        f"unknown policy {text!r}{meant} Accepted: one of {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}); "
+        f"unknown policy {text!r}. Accepted: one of {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}); "
         f"FILTER+DIRECTOR, with director one of {', '.join(DIRECTORS)} (example: lru+offload); or pairs such as "
         f"filter:dtr,director:offload,prefetch:off, with prefetch one of {', '.join(PREFETCHERS)}, fifoN"
     )

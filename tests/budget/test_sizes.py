@@ -113,8 +113,9 @@ def test_bad(given: Any, kind: type[Exception], word: str) -> None:
         parse_size(given, whole=1000, what="budget")
     text = str(caught.value)
     assert text.startswith("budget: ") and word in text
-    assert '"12GB"' in text and '"12GiB"' in text, f"does not show what would be accepted: {text}"
-    assert "80%" in text
+    forms = '"12GB"' in text and '"12GiB"' in text
+    assert forms is not ("meant" in text), f"shows neither a guess nor the accepted forms, or both: {text}"
+    assert forms is ('"80%"' in text)
 
 
 def test_a_percentage_of_nothing() -> None:
@@ -151,14 +152,16 @@ def test_what_the_run_decides(given: str, is_: Need) -> None:
     [
         ("need*60", r"60 times what the run needs; was 60% of it meant\?"),
         ("need*0", "is nothing"),
-        ("need*", r"did you mean 'need\*60%'\?"),
+        ("need*", r"cannot read 'need\*' as a size; did you mean 'need\*60%'\?$"),
         ("ned*0.6", r"did you mean 'need\*0.6'\?"),
+        ("need60", r"did you mean 'need\*60%'\?"),
         ("60% of the need", r"did you mean 'need\*60%'\?"),
         ("need*-1", r"did you mean 'need\*1'\?"),
         ("atuo", r"did you mean 'auto'\?"),
         ("noen", r"did you mean 'none'\?"),
         ("lots", r'"80%", "need\*60%" \(of what the run needs\), "auto" \(.*\) or "none" \(no limit\)$'),
-        ("0", r'positive size, "12GB".*"80%", "need\*60%".*or "none" \(no limit\); got \'0\'$'),
+        ("0", r'\'0\' is not a positive size; expected "12GB".*"80%", "need\*60%".*or "none" \(no limit\)$'),
+        ("out", r"cannot read 'out' as a size; expected [^;]*or \"none\" \(no limit\)$"),
         ("12XB", r'unknown unit.*or "none" \(no limit\)$'),
         ("", r'is empty; expected [^;]*or "none" \(no limit\)$'),
     ],
@@ -174,7 +177,7 @@ def test_a_ratio(text: str, share: float) -> None:
     assert parse_share(text) == Need(share)
 
 
-@pytest.mark.parametrize("text", ["", "60GB", "lots", "60", "0", "-1", "nan"])
+@pytest.mark.parametrize("text", ["", "60GB", "lots", "60", "0", "-1", "nan", "101%", "1.5"])
 def test_what_is_no_ratio(text: str) -> None:
     with pytest.raises(ValueError, match=r"^--ratio: "):
         parse_share(text)
@@ -203,7 +206,8 @@ def test_only_what_is_accepted_is_listed(text: str) -> None:
         with pytest.raises(ValueError) as caught:
             read(text)
         said = str(caught.value)
-        assert '"80%"' not in said and "12GB" in said and ("none" in said) == (read is not parse_size)
+        listed = text != "12"  # of which there is a guess
+        assert '"80%"' not in said and "12GB" in said and ("none" in said) == (listed and read is not parse_size)
 
 
 def test_units_of_the_user() -> None:

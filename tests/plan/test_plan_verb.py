@@ -196,7 +196,10 @@ def test_an_interrupt_is_neither_lost_nor_another_error(place: str, tmp_path: Pa
     (tmp_path / "swallowed.py").write_text(SWALLOWED)
     command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "plan", "--device", "t4", f"swallowed.py:{place}"]
     done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "memmgr plan: interrupted\n")
+    said = (
+        f"memmgr plan: executes swallowed.py, then {place}() and one step on fake tensors\nmemmgr plan: interrupted\n"
+    )
+    assert (done.returncode, done.stderr) == (130, said)
 
 
 def test_a_faster_device_takes_less_time(what: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,6 +226,11 @@ def test_what_makes_no_sense_is_said_in_a_line(what: str, capsys: pytest.Capture
     assert "neither FILE.py:FUNCTION nor a folder" in refused(capsys, "--device", "t4", str(tmp_path))
     assert "no function 'missing'" in refused(capsys, "--device", "t4", what.replace("make_step", "missing"))
     assert "no such file" in refused(capsys, "--device", "t4", "nowhere.py:f")
+    text = tmp_path / "text.py"
+    text.write_text("raise SystemExit('it was executed')\ndef make_step(): pass\n")
+    assert refused(capsys, f"{text}:mak_step").endswith("has no function 'mak_step'; did you mean 'make_step'?\n")
+    text.write_text("def broken(:\n")
+    assert "text.py, line 1: not Python that can be read" in refused(capsys, f"{text}:broken")
     assert "neither a table.json nor one of rtx3090" in refused(capsys, "--device", "gtx", what)
     assert "compared with --sweep" in refused(capsys, "--device", "t4,l4", what)
     assert "host:SIZE" in refused(capsys, "--device", "t4", "--tier", "moon:1GB", what)

@@ -163,7 +163,7 @@ def test_a_missing_package_is_said_and_not_taken_for_a_budget_that_is_too_small(
     assert simulate("--log", file, "--policy", "checkmate", *words) == 0
     shown = capsys.readouterr().out
     assert "does not fit" not in shown
-    assert shown.count("checkmate: Checkmate's program needs scipy: pip install 'memmgr[plan]'") == 1
+    assert shown.count("checkmate: Checkmate's program needs scipy: pip install scipy") == 1
 
 
 def test_a_pass_that_does_not_fit_is_an_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,4 +390,4 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert simulate("--log", file, "--sweep") == 0 and "100%" in capsys.readouterr().out
     assert simulate("--log", file, "--sweep", "--picture", "curve.png") == 2
-    assert "pip install 'memmgr[demo]'" in capsys.readouterr().err
+    assert "pip install '.[demo]'" in capsys.readouterr().err

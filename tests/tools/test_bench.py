@@ -19,7 +19,7 @@ from torch._functorch import config as functorch
 
 from memmgr.config.machine import memory_bytes
 from memmgr.tools import cli
-from memmgr.tools.bench import rows, turns, verb
+from memmgr.tools.bench import names, rows, turns, verb
 from memmgr.tools.bench.largest import Try, bisect
 from memmgr.tools.bench.models import MODELS, make
 from memmgr.tools.bench.rows import Row, rows_of
@@ -361,4 +361,5 @@ def test_a_model_trains_and_says_what_it_keeps(name: str) -> None:
 
 def test_every_system_has_a_line() -> None:
     assert all(system.line for system in SYSTEMS.values())
+    assert tuple(SYSTEMS) == names.SYSTEMS and tuple(MODELS) == names.MODELS
     assert "unmanaged" in (verb.__doc__ or "") and "TreeLSTM" in (verb.__doc__ or "")

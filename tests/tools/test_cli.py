@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import entry_points, version
+from pathlib import Path
 
 import pytest
 
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES
+from memmgr.policies.published.systems import SYSTEMS
 from memmgr.tools import cli
+from memmgr.tools.common import policy_option
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +32,8 @@ def test_a_verb_is_one_file_whose_docstring_is_its_help(verb: str, capsys: pytes
     with pytest.raises(SystemExit) as end:
         cli.main([verb, "--help"])
     assert end.value.code == 0
-    assert module.__doc__.splitlines()[0] in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(part.split()) in shown for part in module.__doc__.split("\n\n"))
 
 
 def test_without_a_verb_it_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,19 +72,83 @@ def test_what_is_almost_right_is_asked_about(words: str, meant: str, capsys: pyt
     assert code == 2 and f"; did you mean {meant!r}?" in said.splitlines()[-1], said
 
 
-@pytest.mark.parametrize("words", ["xyzzy", "run --xyzzy 3GB train.py", "report --format xyzzy run.jsonl"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "xyzzy",
+        "run --xyzzy 3GB train.py",
+        "run --foo train.py",  # with its dashes it would be near to --log
+        "report --format xyzzy run.jsonl",
+    ],
+)
 def test_what_is_like_nothing_is_not(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(words.split())
     assert end.value.code == 2 and "did you mean" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["run", "trace"])
-def test_the_help_names_the_policies(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", ["run", "trace", "simulate", "demo"])
+def test_policy_help_names_all_policies(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, "--policy", "help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0
+    assert set(re.findall(r"\w+", shown)) >= {*POLICIES, *FILTERS, *DIRECTORS, *(SYSTEMS if verb == "simulate" else ())}
+    described = {line.split()[0] for line in policy_option.listing().splitlines() if re.match(r"  \w+ +\w", line)}
+    assert described >= {*POLICIES} - {"nothing"}
+
+
+@pytest.mark.parametrize("verb", [verb for verb, _, _ in cli.VERBS])
+def test_help_fits_one_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])
-    shown = set(re.findall(r"\w+", capsys.readouterr().out))
-    assert shown >= {*POLICIES, *FILTERS, *DIRECTORS}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45
+    assert not [line for line in lines if len(line) > 80]
+
+
+# Each is wrong in a way that the verb itself has to see.
+WRONG = [
+    "run --ratio 101% train.py",
+    "run --policy nonsense train.py",
+    "run missing.py",
+    "top 0",
+    "report missing.jsonl",
+    "doctor --step model.py",
+    "doctor --step missing.py:make --measure here.json",
+    "demo --policy nonsense",
+    "trace --out x.trace --pass 0 train.py",
+    "simulate --log missing.trace --ratio 101%",
+    "simulate --log missing.trace --ratio 60% --policy nonsense",
+    "plan missing.py:make_step",
+    "plan --device nonsense model.py:make_step",
+    "plan model.py:nonsense",
+    "bench --models nonsense",
+    "bench --budgets nonsense",
+    "gpu-check --seconds 0",
+    "clean nonsense",
+    "completion nonsense",
+]
+
+
+def test_wrong_words_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("raise SystemExit('it was executed')\ndef make_step(): pass\n")
+    script = """
+import sys
+from memmgr.tools import cli
+for line in sys.argv[1:]:
+    try:
+        code = cli.main(line.split())
+    except SystemExit as end:
+        code = end.code
+    if code != 2 or "torch" in sys.modules:
+        sys.exit(f"{line}: code {code}, torch {'torch' in sys.modules}")
+"""
+    words = [sys.executable, "-P", "-c", script, *WRONG]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[0] for line in WRONG} == {verb for verb, _, _ in cli.VERBS}
 
 
 def test_no_help_shows_what_is_private(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,3 +248,25 @@ def test_an_interrupt_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(cli, "import_module", interrupted)  # which takes seconds where the verb imports torch
     assert cli.main(["simulate"]) == 130
     assert capsys.readouterr().err == "memmgr simulate: interrupted\n"
+
+
+def test_clean_removes_our_libraries_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MEMMGR_CACHE may name a folder that has other things, too."""
+    monkeypatch.setenv("MEMMGR_CACHE", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "none"))  # which main looks at
+    libraries = [tmp_path / f"{kind}-{'0123456789abcdef' * 2:.20}" for kind in ("pager", "cuda")]
+    compiling, other = tmp_path / f"pager-{'f' * 20}", tmp_path / "pager-of-mine"
+    for folder in (*libraries, compiling, other):
+        folder.mkdir()
+        (folder / "_pager.so").write_bytes(b"x" * 1500)
+    (compiling / "tmp1").mkdir()
+    assert cli.main(["clean", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == "would remove 2 libraries, 3 kB" and shown.count("1.5 kB  ") == 2
+    assert all(folder.is_dir() for folder in libraries)
+    assert cli.main(["clean"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "removed 2 libraries, 3 kB"
+    assert sorted(tmp_path.iterdir()) == sorted([compiling, other])

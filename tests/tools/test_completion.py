@@ -65,7 +65,7 @@ def test_what_bash_completes(scripts: Path, tmp_path: Path) -> None:
     assert offered("") == {verb for verb, _, _ in cli.VERBS}
     assert offered("re") == {"report"} and offered("nothing-like-it") == set()
     assert offered("run", "--bud") == {"--budget"}
-    assert offered("run", "--policy", "") == {*POLICIES, *FILTERS}
+    assert offered("run", "--policy", "") == {*POLICIES, *FILTERS, "help"}
     assert offered("run", "--policy", "ev") == {"evict"}
     assert offered("run", "--budget", "1GB", "tra") == {"train.py", "traces"}
     assert offered("run", "--disk", "tra") == {"traces"}, "a file is no folder"
@@ -126,4 +126,4 @@ def test_what_fish_completes(scripts: Path) -> None:
 def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 2
-    assert "pip install shtab" in capsys.readouterr().err
+    assert "pip install '.[completion]'" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -160,7 +161,7 @@ def test_without_rich_and_matplotlib(
     monkeypatch.setattr(console, "_rich", lambda: False)
     monkeypatch.setattr(plot, "available", lambda: False)
     assert fake() == 0
-    assert "pip install 'memmgr[demo]'" in capsys.readouterr().out
+    assert "pip install '.[demo]'" in capsys.readouterr().out
 
 
 def test_the_budgets_are_shares_of_the_need(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,3 +203,17 @@ def test_the_picture_survives_a_failed_run(tmp_path: Path) -> None:
     good = _fake(replace(demo.QUICK, budget_bytes=2 * MB), lambda event: None)
     plot.memory_over_time([good, RunResult(demo.QUICK, failure="no")], tmp_path / "y.png", "two")
     assert (tmp_path / "y.png").stat().st_size > 1000
+
+
+def test_make_demo_installs_what_it_needs_and_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    make_demo = importlib.import_module("demo")
+    names = {re.split("[<>=]", package)[0] for package in make_demo.packages()}
+    assert names == {"torch", "psutil", "numpy", "matplotlib", "rich", "scikit-build-core", "cmake", "ninja"}
+    line = "  [9/27] Building CXX object CMakeFiles/memmgr_core.dir/core/device_lent.cpp.o"
+    assert make_demo.file_of(line) == "compiling the core: file 9 of 27, device_lent.cpp"
+    with pytest.raises(SystemExit, match="compiling failed; the lines above are the end of: sh -c"):
+        make_demo.done("compiling", ["sh", "-c", "echo no such header >&2; exit 3"], make_demo.file_of)
+    assert capsys.readouterr().err == "\nno such header\n"

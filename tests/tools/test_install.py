@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from memmgr.config import torch_versions
+from memmgr.config.extras import pip_line
 from memmgr.native import binding, build, cache
 from memmgr.tools.verbs import doctor
 
@@ -165,7 +166,7 @@ def test_what_the_package_says_of_itself() -> None:
     )
     extras = project["optional-dependencies"]
     (everything,) = extras["all"]
-    assert set(re.search(r"\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all", "test", "dev"}  # type: ignore[index]
+    assert set(re.search(r"\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all", "test", "dev", "docs"}  # type: ignore[index]
 
 
 def test_python_m_memmgr(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_a_missing_extra_is_named_with_its_pip_line(name: str, missing: str, ext
     code = f"import sys; sys.modules[{missing!r}] = sys.modules['pytorch_lightning'] = None\nfrom memmgr.integrations import {name}"
     done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(f'needs {missing}: pip install "memmgr[{extra}]"'), done.stderr
+    assert done.stderr.splitlines()[-1].endswith(f"needs {missing}: {pip_line(extra)}"), done.stderr
 
 
 def test_every_pip_line_names_an_extra_that_there_is() -> None:
@@ -197,7 +198,8 @@ def test_every_pip_line_names_an_extra_that_there_is() -> None:
     for folder in ("memmgr", "tools", "docs"):
         for path in (ROOT / folder).rglob("*.*"):
             if path.suffix in (".py", ".md"):
-                assert set(re.findall(r"memmgr\[([a-z]+)\]['\"]", path.read_text())) <= extras, path
+                named = re.findall(r"(?:memmgr|\.)\[([a-z]+)\]['\"]|pip_line\(.([a-z]+).\)", path.read_text())
+                assert {one or other for one, other in named} <= extras, path
 
 
 @pytest.mark.parametrize("release", ["2.10.1", "2.16.0+cu132", "3.0.0a0+git"])

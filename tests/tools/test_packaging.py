@@ -199,7 +199,7 @@ def test_what_the_image_is_made_of_reaches_its_builder() -> None:
     let_through = {line[1:] for line in others if line.startswith("!")}
     assert all((ROOT / name).exists() for name in let_through)
     project, build, wheel = _project()["project"], _project()["build-system"], _project()["tool"]["scikit-build"]
-    needed = {"pyproject.toml", "Makefile", project["readme"], *project["license-files"], *build["backend-path"]}
+    needed = {"pyproject.toml", "Makefile", "README.md", *project["license-files"], *build["backend-path"]}
     needed |= {wheel["cmake"]["source-dir"], *wheel["wheel"]["packages"].values()}
     needed |= set(re.findall(r"^COPY (\w+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     assert {"allocator", "memmgr", "examples"} <= needed <= let_through
@@ -230,3 +230,41 @@ def test_no_test_module_is_the_second_copy() -> None:
     for name in ("policies", "tools"):
         module = sys.modules.get(name)
         assert module is None or not (getattr(module, "__file__", None) or "").startswith(str(ROOT / name))
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+def test_an_address_makes_the_links_of_the_readme_absolute(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = importlib.import_module("release")
+    assert release.readme() == (ROOT / "README.md").read_text(), "nothing is filled in yet"
+    filled = {"author": "A. Uthor", "email": "", "address": "https://host/us/memmgr/"}
+    monkeypatch.setattr(release, "settings", lambda: filled)
+    text = release.dynamic_metadata("readme")["text"]
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 20 and all(re.match(r"https://|#", link) for link in links), links
+    assert "(https://host/us/memmgr/raw/main/docs/pictures/demo.png)" in text
+    assert "(https://host/us/memmgr/blob/main/docs/benchmarks.md#on-a-gpu)" in text
+    assert release.dynamic_metadata("authors") == [{"name": "A. Uthor"}]
+    assert release.dynamic_metadata("urls")["Homepage"] == "https://host/us/memmgr"
+
+
+def test_versions_of_a_release_agree(scripts: None) -> None:
+    release = importlib.import_module("release")
+    assert not [line for line in release.missing() if "version" in line]
+
+
+def test_links_out_of_the_pages_lead_somewhere_in_the_site(scripts: None) -> None:
+    site = importlib.import_module("docs_site")
+    text = (
+        "[a](../README.md#what-it-does) [b](faq.md) ![c](pictures/x.png)\n```\n[d](../README.md)\n```\n[e](../Makefile)"
+    )
+    assert site.turned(text, "docs/planning.md") == (
+        "[a](readme.md#what-it-does) [b](faq.md) ![c](pictures/x.png)\n```\n[d](../README.md)\n```\ne"
+    )
+    assert (
+        site.turned("[a](../../README.md) [b](rules.md)", "docs/develop/pager.md") == "[a](../readme.md) [b](rules.md)"
+    )
+    assert site.turned("[a](docs/faq.md) [b](docs/)", "README.md").startswith("[a](faq.md)")

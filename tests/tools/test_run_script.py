@@ -264,7 +264,11 @@ BAD = [
     (["--disk", "none", "--disk-size", "5GB", "train.py"], "memmgr run: --disk-size is of no disk: --disk is none\n"),
     (["--budget", "-5GB", "train.py"], "argument --budget: expected one argument; '-5GB' is less than nothing\n"),
     (["--device", "foo", "train.py"], "memmgr run: --device: 'foo' is none; expected cpu, cuda or cuda:1\n"),
-    (["--budget", "12GB"], "required"),
+    (["--budget", "12GB"], "the following arguments are required: script\n"),
+    (
+        ["--ratio", "101%", "train.py"],
+        "memmgr run: --ratio: '101%' is more than the run needs; expected at most 100%\n",
+    ),
     (["--policy", "nonsense", "train.py"], "policy"),
     (["--device", "cuad", "train.py"], "device: 'cuad' is none; expected cpu, cuda or cuda:1; did you mean 'cuda'?"),
     (["--disk", "/no/such/folder", "train.py"], "not a folder"),

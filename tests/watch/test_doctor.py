@@ -229,7 +229,7 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     found = _only(doctor._extras)
-    assert found["textual"].mark == "weaker" and "memmgr[top]" in found["textual"].advice
+    assert found["textual"].mark == "weaker" and "pip install '.[top]'" in found["textual"].advice
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,17 @@ def report(tmp_path: Path, *words: str) -> str:
     return out.read_text()
 
 
+def test_standard_output_gets_the_page_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])
+    page = report(tmp_path, str(log))
+    capsys.readouterr()
+    assert cli.main(["report", str(log), "-o", "-"]) == 0
+    assert capsys.readouterr().out == page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run.jsonl"]
+    assert cli.main(["report", str(log), "-o", "-", "--format", "png"]) == 2
+    assert "a picture needs a file" in capsys.readouterr().err
+
+
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])
     assert cli.main(["report", str(log)]) == 0

@@ -307,7 +307,7 @@ def test_any_size(size: tuple[int, int]) -> None:
 
 
 def test_on_a_terminal() -> None:
-    """A process of its own on a pseudo-terminal: it draws, obeys q, and leaves the terminal as it was."""
+    """A process of its own on a pseudo-terminal: it draws on standard output, obeys q, and leaves the terminal as it was."""
     pytest.importorskip("textual", reason="the full screen is the extra `top`")
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
@@ -315,7 +315,7 @@ def test_on_a_terminal() -> None:
     with lines.served(4242, lines.lines()):
         env = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
         command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "top", "4242"]
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=env) as process:
             shown = b""
             deadline = time.monotonic() + 60
             while b"Net.first.1" not in shown and time.monotonic() < deadline:
@@ -325,7 +325,7 @@ def test_on_a_terminal() -> None:
             while process.poll() is None and time.monotonic() < deadline:
                 if select.select([ours], [], [], 0.1)[0]:
                     shown += os.read(ours, 65536)
-            assert process.wait(10) == 0
+            assert process.wait(10) == 0 and process.stderr is not None and process.stderr.read() == b""
     assert "budget 8 MB" in shown.decode(errors="replace")
     assert termios.tcgetattr(theirs) == before
     os.close(ours)

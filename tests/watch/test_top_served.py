@@ -225,7 +225,7 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], monkeypat
     with pytest.raises(SystemExit):
         cli.main(["top", "--serve=70000"])
     monkeypatch.setattr(top, "find_spec", lambda name: None)
-    assert "pip install 'memmgr[serve]'" in _fails(capsys, "--serve")
+    assert "pip install '.[serve]'" in _fails(capsys, "--serve")
 
 
 def test_a_port_that_is_taken(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

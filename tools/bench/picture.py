@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from memmgr.tools.view.plot import COLOURS
-
 from .rows import Row
 from .systems import SYSTEMS
 from .table import title
+
+# In the order of SYSTEMS, so that a system has its colour in every picture: greys and browns without a budget.
+_COLOURS = (
+    "#5b6472 #8c564b #c49c94 #b8b2a7 #e0a800 #7f7f00 #2a78b8 #8fc1e3 #2a9d6f #d0802a #b8434e #8a5fb0 #e377c2 #17a2b8 #a0c24a"
+).split()
 
 _HIGHEST = 3.0
 """Where a strip ends: a system that takes six times as long would flatten all others; it is drawn at the edge."""
@@ -29,21 +32,21 @@ def draw(rows: Sequence[Row], path: Path, heading: str) -> None:
     ran = [row for row in rows if not row.error and row.need_bytes]
     models = list(dict.fromkeys(row.model for row in ran))
     systems = [name for name in SYSTEMS if any(row.system == name for row in ran)]
+    colours = dict(zip(SYSTEMS, _COLOURS, strict=True))
     across = min(5, max(1, len(models)))
     down = -(-max(1, len(models)) // across)
     figure = Figure(figsize=(1.2 + 3.2 * max(across, 2), 1.4 + 2.7 * down), layout="constrained")
     FigureCanvasAgg(figure)
-    strips = figure.subplots(down, across, squeeze=False)
+    strips = figure.subplots(down, across, squeeze=False, sharey=True)
     for axes, model in zip(strips.flat, models, strict=False):
-        for index, system in enumerate(systems):
+        for system in systems:
             points = sorted(
                 (row.inside_bytes / row.need_bytes, min(row.ratios[1], _HIGHEST))
                 for row in ran
                 if row.model == model and row.system == system and not (system == "unmanaged" and row.budget)
             )
             axes.plot(
-                [x for x, _ in points], [y for _, y in points], label=title_of(system), color=COLOURS[index % len(COLOURS)],
-                linestyle=("-", "--", ":")[index // len(COLOURS) % 3], marker="o^sD"[index // len(COLOURS) % 4],
+                [x for x, _ in points], [y for _, y in points], label=title_of(system), color=colours[system], marker="o",
                 markersize=5 if not SYSTEMS[system].policy else 3.5, linewidth=1.3,
             )  # fmt: skip
         axes.axhline(1, color="#5b6472", linewidth=0.6)
@@ -52,7 +55,7 @@ def draw(rows: Sequence[Row], path: Path, heading: str) -> None:
         axes.xaxis.set_major_formatter(PercentFormatter(1))
         axes.grid(color="#d9dde2", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=7)
+        axes.tick_params(labelsize=7, labelleft=True)
     for axes in list(strips.flat)[len(models) :]:
         axes.set_visible(False)
     figure.supxlabel("memory, of what plain torch needs", fontsize=9)

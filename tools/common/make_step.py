@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memmgr.tools.common.step_file import is_model_folder, step_function
 from memmgr.tools.common.usage_error import UsageError
 
 Step = Callable[[], object]
@@ -37,7 +38,7 @@ def maker(args: argparse.Namespace) -> Callable[[], Step]:
         UsageError: there is no such function, file or folder.
     """
     folder = Path(args.what)
-    if (folder / "config.json").is_file():
+    if is_model_folder(folder):
         return lambda: _language_model(folder, args)
     return from_file(args.what)
 
@@ -48,12 +49,7 @@ def from_file(what: str) -> Callable[[], Step]:
     Raises:
         UsageError: there is no such file or function.
     """
-    text, _, name = what.rpartition(":")
-    path = Path(text)
-    if path.suffix != ".py":
-        raise UsageError(f"{what!r} is neither FILE.py:FUNCTION nor a folder with a config.json")
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+    path, name = step_function(what)
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` would
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -30,6 +30,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """As argparse's own, with a suggestion."""
+        # A script's own arguments are never missing.
+        message = re.sub(r"^(the following arguments are required: .*), arguments$", r"\1", message)
         if missing := re.fullmatch(r"argument (.*): expected one argument", message):
             message += self._negative(missing[1].split("/"))
         super().error(message + self._meant(message))
@@ -54,4 +56,6 @@ class Parser(argparse.ArgumentParser):
         # Something that is required is missing, perhaps because it was misspelt.
         words: Iterable[str] = rest.split() if unrecognized else self._given
         names = (word.partition("=")[0] for word in words if word.startswith("--"))
-        return next(filter(None, (meant(name, options) for name in names if name not in options)), "")
+        known = [option.removeprefix("--") for option in options]
+        near = (meant(name.removeprefix("--"), known) for name in names if name not in options)
+        return next(filter(None, near), "").replace("mean '", "mean '--")

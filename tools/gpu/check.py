@@ -1,23 +1,14 @@
 """Check memmgr on this machine's GPU: bits, step times, peaks, driver calls, and a verdict on each known risk.
 
-    memmgr gpu-check first --out FOLDER             does it work, and where is it slow? 300 seconds
-    memmgr gpu-check second --out FOLDER            what users do besides, and the figures; 400 seconds
-    memmgr gpu-check --device cpu --out FOLDER      a rehearsal with tiny models
-    memmgr gpu-check --simulated --out FOLDER       step times of the real models on a simulated H100, from a checkout
-    python -P tools/gpu/check.py first --out FOLDER the same, from a checkout
+    memmgr gpu-check first --out FOLDER          does it work, where is it slow?
+    memmgr gpu-check second --out FOLDER         users' programs, and the figures
+    memmgr gpu-check --device cpu --out FOLDER   a rehearsal with tiny models
+    memmgr gpu-check --simulated --out FOLDER    step times on a simulated H100
 
 Made for a machine that is lent for minutes and has no network. Acts run in order of what they teach, each a process with
-a limit of its own. Every figure is a JSON line in FOLDER/raw.jsonl as soon as it is known; FOLDER/errors.txt has what went
-wrong, FOLDER/smi.csv the samples of nvidia-smi. A folder that is full or cannot be written to loses lines and nothing else.
-
-An act that does not fit into the seconds that are left is skipped. So is one that FOLDER/raw.jsonl says has ended well: a
-second start goes on where the first one stopped. Take a new folder for other code. The first act that a signal or a CUDA error
-ends runs once more under compute-sanitizer, and, after a signal, under cuda-gdb, where these are on the PATH.
-
-A simulation needs no GPU: the ops of the real models run on the tests' device, whose kernels, copies and driver calls take
-virtual time by a table of figures and do nothing else. A check on a GPU writes such a table, FOLDER/figures.json.
-
-The last lines are the verdicts: F-number, TRUE (the risk is real), FALSE or unknown, what was expected, what was seen.
+a limit of its own. Every figure is a JSON line in FOLDER/raw.jsonl as soon as it is known. An act that does not fit into
+the seconds that are left is skipped, and a second start goes on where the first one stopped.
+docs/develop/gpu-check.md describes the acts, the files and the verdicts.
 
 Exit code 1: an act failed, some bits differ, a check did not hold, or a peak passed its budget.
 """

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from memmgr.config.extras import pip_line
 from memmgr.tools.common.usage_error import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -30,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the script."""
     try:
         import shtab
-    except ImportError:  # it is installed with memmgr, unless that was without dependencies
-        raise UsageError("completion needs the package shtab: pip install shtab") from None
+    except ImportError:
+        raise UsageError(f"completion needs the package shtab: {pip_line('completion')}") from None
     print(shtab.complete(_whole(), args.shell))
     return 0
 
@@ -57,7 +58,7 @@ def _say_what_completes(action: Any) -> None:
     from memmgr.policies import FILTERS, POLICIES
 
     if action.dest == "policy":
-        action.choices = sorted({*POLICIES, *FILTERS})
+        action.choices = sorted({*POLICIES, *FILTERS, "help"})
     elif action.metavar == "FOLDER":
         action.complete = shtab.DIRECTORY
     elif action.type is Path or action.metavar == "FILE" or action.dest in ("script", "arguments"):

@@ -5,12 +5,8 @@ standard library. Every run is a process of its own, starts from the same seed a
 take turns, a step each, while the others are stopped, so that other work of the machine affects all of them. A run's
 bits are the SHA-256 over its parameters, optimizer state, RNG streams and losses.
 
-"Needed" has this meaning: the unmanaged run executes without memmgr, with torch's own allocator. Its time per step and
-its resident set are those of that run as it is. Its *need*, of which the budgets are shares, comes from two steps of
-the same training in another process, in which the C library is told to keep no freed memory back: the kernel's
-high-water mark of the resident set, over the process's start, is then the sum of the live tensors (parameters,
-gradients, optimizer state, activations, workspaces) at the worst moment. The need is smaller than the plain resident
-set, since that contains malloc's reserve; a budget is a share of the smaller figure.
+The unmanaged run never imports memmgr. "Needed" is the sum of its live tensors at the worst moment, measured in a
+process of its own (docs/benchmarks.md, "What the demo calls the need").
 
 Exit code 1: some bits differ, a budget was passed, or a process's resident set grew to more than its budget + 64 MB.
 """
@@ -23,13 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memmgr.config.extras import pip_line
 from memmgr.config.machine import memory_bytes
 from memmgr.config.sizes import show_size
 from memmgr.policies import parse_policy
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec, in_turns, measured, with_need
 from memmgr.tools.common.console import ProgressBar, megabytes, table
+from memmgr.tools.common.policy_option import add_policy
 from memmgr.tools.common.usage_error import UsageError
-from memmgr.tools.verbs.run import POLICY_HELP
 from memmgr.tools.view import plot
 
 RSS_SLACK_BYTES = 64_000_000
@@ -64,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets", type=_shares, default=_shares("75,50,35"), metavar="P,P", help="percentages (default 75,50,35)"
     )
-    parser.add_argument("--policy", default="auto", help=POLICY_HELP)
+    add_policy(parser, "auto")
     parser.add_argument("--out", type=Path, default=Path("memmgr-demo.png"), help="the picture (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model: under a minute")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -204,7 +201,7 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
     else:
         failed = any(verdict.result.failure for verdict in verdicts)
         print(f"same bits: {'NO' if False in compared else 'not of all, because a run failed' if failed else 'yes'}")
-    print(f"picture: {picture}" if picture else "no picture: pip install 'memmgr[demo]' brings matplotlib and rich")
+    print(f"picture: {picture}" if picture else f"no picture without matplotlib: {pip_line('demo')}")
 
 
 def _counted(stats: dict[str, float], count: str, total: str) -> str:

@@ -1,9 +1,11 @@
 """Checks which parts work on this machine, and gives a remedy for the others.
 
-    memmgr doctor                  versions, compiler, devices, disk and memory, and a small training under a budget
-    memmgr doctor --disk /nvme     the same with the folder that training would use
-    memmgr doctor --json           for a bug report, or a cluster's health check
-    memmgr doctor --measure here.json --step model.py:make_step   rates, and times of a step's ops, for memmgr plan
+    memmgr doctor                  versions, compiler, devices, disk, memory,
+                                   and a small training under a budget
+    memmgr doctor --disk /nvme     with the folder that training would use
+    memmgr doctor --json           for a bug report, or a health check
+    memmgr doctor --measure here.json --step model.py:make_step
+                                   rates and op times, for memmgr plan
 
 Marks: "ok"; "weaker" works, with less speed or comfort; "NO" does not work. The last two have a line of advice.
 
@@ -28,9 +30,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from memmgr.config import variables
+from memmgr.config.extras import pip_line
 from memmgr.config.sizes import show_size
 from memmgr.config.torch_versions import unfit
 from memmgr.tools.bench.disk_speed import copy_speed, disk_speed
+from memmgr.tools.common.step_file import step_function
 from memmgr.tools.common.usage_error import UsageError
 
 OK, WEAKER, NO = "ok", "weaker", "NO"
@@ -38,11 +42,11 @@ SLOW_DISK = 400e6
 """In bytes a second. An op that makes a gigabyte takes tens of milliseconds: below this, reading back costs far more."""
 
 EXTRAS = (
-    ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
-    ("textual_serve", "memmgr top in a browser", "pip install 'memmgr[serve]'"),
-    ("rich", "tables in colour", "pip install 'memmgr[top]'"),
-    ("matplotlib", "the picture of memmgr demo", "pip install 'memmgr[demo]'"),
-    ("scipy", "lower bounds of memmgr simulate", "pip install 'memmgr[plan]'"),
+    ("textual", "memmgr top on the full screen", pip_line("top")),
+    ("textual_serve", "memmgr top in a browser", pip_line("serve")),
+    ("rich", "tables in colour", pip_line("top")),
+    ("matplotlib", "the picture of memmgr demo", pip_line("demo")),
+    ("scipy", "lower bounds of memmgr simulate", pip_line("plan")),
 )
 
 
@@ -82,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     size = (64 if args.quick else 512) << 20
     if args.step and not args.measure:
         raise UsageError("--step is measured with --measure FILE")
+    if args.step:
+        step_function(args.step)
     if args.measure and args.json:
         raise UsageError("--json prints the findings; the table of --measure is JSON already")
     if args.measure:

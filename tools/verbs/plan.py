@@ -1,19 +1,17 @@
 """Predict the effect of a budget on a training step before any training: no memory and no device are needed.
 
-    memmgr plan --device rtx4090 --budget 20GB --tier host:64GB model.py:make_step
-    memmgr plan --device h100,rtx4090,l4 --sweep --picture sweep.png model.py:make_step
-    memmgr plan --device a100-80 --batch 4 --sequence 4096 --optimizer adamw-fused ./llama-7b
-    memmgr plan --device here.json --budget 60% model.py:make_step     # measured: memmgr doctor --measure here.json
+    memmgr plan --device rtx4090 --budget 20GB model.py:make_step
+    memmgr plan --device h100,rtx4090,l4 --sweep model.py:make_step
+    memmgr plan --device a100-80 --batch 4 --optimizer adamw-fused ./llama-7b
+    memmgr plan --device here.json --budget 60% model.py:make_step
 
-`make_step` is a function without arguments. It makes model, optimizer and batch and returns a function that does one step:
-forward, backward, optimizer.step(), zero_grad(). Both run on fake tensors, so a 70B model is traced on a laptop. Instead of a
-file: a folder with the config.json of one of transformers' language models; nothing is downloaded.
+`make_step` is a function without arguments. It makes model, optimizer and batch and returns a function that does one
+step. The file is executed, then both functions on fake tensors. A folder with the config.json of one of transformers'
+language models does, too; nothing is downloaded.
 
-The answer: if it fits, the time of a step, the evicted bytes by kind (parameters, gradients, optimizer states,
-activations), the bytes moved, a lower bound on every schedule, and the budget that leaves half of the overhead.
-Devices: {devices}; or a table of memmgr doctor --measure; or cpu, whose rates are measured now.
+Devices: {devices}; a table of memmgr doctor --measure; or cpu, which is measured now.
 
-Exit code: 0 for an answer, "does not fit" included; 2 for a step that cannot be planned, a file or an option that makes no sense.
+Exit code: 0 for an answer, "does not fit" included; 2 for a step that cannot be planned, or a wrong option.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from memmgr.tools.common.console import table
 from memmgr.tools.common.interrupts import ends_at_once
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
+from memmgr.tools.common.step_file import is_model_folder, step_function
 from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
@@ -55,27 +54,29 @@ _TENTHS = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
+    parser.add_argument("what", metavar="FILE.py:FUNCTION|FOLDER", help="what makes the step, or a model's config")
     parser.add_argument(
-        "what", metavar="FILE.py:FUNCTION|FOLDER", help="the function that makes the step, or a model's config"
-    )
-    parser.add_argument("--device", default="cpu", help="a name, a table, or with --sweep several, by commas")
-    parser.add_argument(
-        "--budget", metavar="SIZE", help="12GB, 80%% of the device, need*0.6, auto (default: the device's memory)"
+        "--device", default="cpu", metavar="NAME", help="a name, a table, or with --sweep several, by commas"
     )
     parser.add_argument(
-        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none: the tier below"
+        "--budget", metavar="SIZE", help="12GB, 80%% (of the device, the default: 100%%), need*0.6, auto"
     )
     parser.add_argument(
-        "--sweep", action="store_true", help="budgets from all of the need to a tenth of it, every device"
+        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none"
     )
+    parser.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it, every device")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="memory over the step, or the sweep: .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the trace, for memmgr simulate")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     model = parser.add_argument_group("of a folder with a config")
-    model.add_argument("--batch", type=int, help="sequences in a step (default 1)")
-    model.add_argument("--sequence", type=int, help="tokens in each (default 2048, or the model's limit)")
-    model.add_argument("--optimizer", choices=_OPTIMIZERS, help="(default adamw)")
-    model.add_argument("--dtype", choices=_DTYPES, help="of parameters (default bfloat16)")
+    model.add_argument("--batch", type=int, metavar="N", help="sequences in a step (default 1)")
+    model.add_argument("--sequence", type=int, metavar="N", help="tokens in each (default 2048, or the model's limit)")
+    model.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, metavar="NAME", help=f"{', '.join(_OPTIMIZERS)} (default adamw)"
+    )
+    model.add_argument(
+        "--dtype", choices=_DTYPES, metavar="DTYPE", help="float32, bfloat16 or float16 (default bfloat16)"
+    )
     model.add_argument(
         "--checkpointing", action="store_true", default=None, help="with the model's own gradient checkpointing"
     )
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
     names = args.device.split(",")
     _check(args, names)
+    _say(_executes(args.what))
     with ends_at_once("plan"):
         from memmgr.tools.common.make_step import maker
 
@@ -149,10 +151,12 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
         if name not in (*DEVICES, _CPU) and not name.endswith(".json"):
             known = (*DEVICES, _CPU)
             raise UsageError(
-                f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}"
+                f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known, 0.9)}"
             )
         if name.endswith(".json"):
             read_rates(Path(name))
+    if not is_model_folder(Path(args.what)):
+        step_function(args.what)
 
 
 def _take_model(args: argparse.Namespace) -> None:
@@ -168,6 +172,14 @@ def _take_model(args: argparse.Namespace) -> None:
 
 def _say(text: str) -> None:
     print(f"memmgr plan: {text}", file=sys.stderr, flush=True)
+
+
+def _executes(what: str) -> str:
+    """One line for the user: the code that will be executed."""
+    path, _, function = what.rpartition(":")
+    if is_model_folder(Path(what)):
+        return f"makes the model of {what} with transformers, on fake tensors; no code of the folder is executed"
+    return f"executes {path}, then {function}() and one step on fake tensors"
 
 
 def _device(name: str) -> Rates:

@@ -2,10 +2,12 @@
 
     memmgr run --budget 12GB --log run.jsonl train.py
     memmgr report run.jsonl                     writes run.html
+    memmgr report run.jsonl run.trace           with a pass that memmgr trace
+                                                has recorded, op by op
     memmgr report run.rank0.jsonl run.rank1.jsonl --out both.html
-    memmgr report --format perfetto run.jsonl   writes run.perfetto.json, for ui.perfetto.dev or chrome://tracing
-    memmgr report run.jsonl run.trace           the page with a pass that memmgr trace has recorded: its memory by layer, op by op
-    memmgr report --format png run.trace        that as a picture; or svg
+    memmgr report --format perfetto run.jsonl   for ui.perfetto.dev
+    memmgr report --format png run.trace        the pass as a picture; or svg
+    memmgr report --out - run.jsonl             to standard output
 
 The page is complete in itself: no network, no scripts. A log whose run was killed is reported as far as it goes. A PNG
 needs the package matplotlib.
@@ -20,6 +22,7 @@ import json
 import sys
 from pathlib import Path
 
+from memmgr.config.extras import pip_line
 from memmgr.policies.trace import Trace, TraceError
 from memmgr.telemetry.trace_file import is_trace, read_trace
 from memmgr.tools.common.outputs import check_output, write_whole
@@ -52,15 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help=f"the file to write (default: the first log's name with {endings})",
+        help=f"the file to write, - for standard output (default: the first log's name with {endings})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page or the trace, and says where it is."""
     out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
-    check_output(out, "--out", args.logs)
-    _check_ending(out, args.format)
+    here = str(out) == "-"
+    if here and args.format in PICTURES:
+        raise UsageError("--out -: a picture needs a file; name one")
+    if not here:
+        check_output(out, "--out", args.logs)
+        _check_ending(out, args.format)
     sessions: list[tuple[str, RunState]] = []
     passes: list[tuple[str, Trace]] = []
     for path in args.logs:
@@ -76,7 +83,13 @@ def run(args: argparse.Namespace) -> int:
             return _picture(passes, sessions, out)
         html = args.format == "html"
         text = page(sessions, passes) if html else json.dumps(trace(sessions, passes), separators=(",", ":"))
+        if here:
+            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+            sys.stdout.flush()
+            return 0
         write_whole(out, text, errors="replace")
+    except BrokenPipeError:  # of a pager that ended; main knows it
+        raise
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}") from None
     print(out)
@@ -101,7 +114,7 @@ def _picture(passes: list[tuple[str, Trace]], sessions: list[tuple[str, RunState
     if sessions or len(passes) != 1:
         raise UsageError(f"{out}: a picture is of one pass that memmgr trace has recorded")
     if out.suffix == ".png" and not plot.available():
-        raise UsageError("a PNG needs the package matplotlib: pip install 'memmgr[demo]'")
+        raise UsageError(f"a PNG needs the package matplotlib: {pip_line('demo')}")
     write_picture(passes[0][1], out, passes[0][0])
     print(out)
     return 0

@@ -3,17 +3,14 @@
     memmgr run --budget 12GB train.py --lr 3e-4
     memmgr run --budget 80% --log run.jsonl -m package.train
     memmgr run --ratio 60% train.py
-    memmgr run --budget 12GB -m torch.distributed.run --nproc-per-node 2 train.py
-    torchrun --nproc-per-node 2 -m memmgr.tools.cli run --budget 12GB train.py
+    torchrun --nproc-per-node 2 --no-python memmgr run --budget 12GB train.py
 
-The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its
-exit code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves,
-on the device of that training. Python processes that the script starts have a budget, too (data loader workers do not
-train and have none). An option overrides MEMMGR_BUDGET and MEMMGR_CONF. If the budget cannot be opened the script ends
-there, instead of training without: in one line with code 2, or with a BudgetError if the tensors on the device already
-exceed the budget. With several ranks each has the whole budget and a log of
-its own, those on one host share --disk-size and --host, and rank 0 prints the summary. (Inside torchrun write
---write-log: it takes --log for one of its own options, wherever it stands.)
+The script runs in this process as `python` would run it, and its exit code is this command's. The budget opens at the
+first call of a module, or the first tensor that autograd saves, on the device of that training. If it cannot be opened
+the script ends there: in one line with code 2, or with a BudgetError if the tensors on the device already exceed it.
+
+Python processes that the script starts have a budget, too. Each rank of a distributed job has the whole budget and a
+log of its own; ranks on one host share --disk-size and --host. An option overrides MEMMGR_BUDGET and MEMMGR_CONF.
 """
 
 from __future__ import annotations
@@ -49,41 +46,43 @@ from memmgr.config.conf import (
 from memmgr.config.did_you_mean import meant
 from memmgr.config.sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
 from memmgr.config.variables import refuse_unknown
-from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
+from memmgr.policies import parse_policy
 from memmgr.tools.common.outputs import check_output
+from memmgr.tools.common.policy_option import add_policy
 from memmgr.tools.common.usage_error import UsageError
-
-POLICY_HELP = (
-    f"which tensors are evicted, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), "
-    f"or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
-    "default auto"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.usage = "memmgr run [options] (script.py | -m module) [arguments]"
+    parser.usage = "memmgr run [options] (SCRIPT.py | -m MODULE) [its arguments]"
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="12GB, 12GiB, 80%% of the device, need*60%% of what the run needs, auto, none (the default: only measures)",
+        help="12GB, 12GiB, 80%% (of the device), need*60%%, auto, none (the default: it only measures)",
     )
-    parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: the same as --budget need*60%%")
-    parser.add_argument("--policy", help=POLICY_HELP)
-    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "none" for none')
+    parser.add_argument(
+        "--ratio", metavar="SHARE", help="60%%, 0.6: a share of what the run needs, measured in its first passes"
+    )
+    add_policy(parser)
+    parser.add_argument("--disk", metavar="FOLDER", help="for evicted tensors; or none")
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
     parser.add_argument(
         "--host",
         metavar="SIZE",
-        help="memory for offloaded tensors: from the CPU device, as page cache of the disk; none for none",
+        help="memory for offloaded tensors: of the CPU device, page cache; or none",
     )
     parser.add_argument("--device", help="the device that the budget limits (default: the accelerator, else cpu)")
-    parser.add_argument("--log", "--write-log", metavar="FILE", help="keep the telemetry, for memmgr report")
+    parser.add_argument(
+        "--log",
+        "--write-log",
+        metavar="FILE",
+        help="keep the telemetry, for memmgr report; --write-log inside torchrun, which takes --log for itself",
+    )
     parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
-    parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
-    parser.add_argument("script", help="what to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
+    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument("script", help="the script, or the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,26 +1,13 @@
 """Run a policy over a recorded pass: the cost of a budget, before any training.
 
-The pass is an operator log (--format dtr) or a trace file (--format trace, the default where the file is one). Policies:
+    memmgr simulate --log run.trace --ratio 60%              the planner
+    memmgr simulate --log run.trace --ratio 60% --policy all     a table
+    memmgr simulate --log run.trace --sweep --picture sweep.png
+    memmgr simulate --job traces --total 48GB     the best budget of each rank
 
-  plan        the default: the planner, which knows the whole pass; a live run follows it from its third step or so on
-  auto        the policy of a live run before it has a plan (price, auto, bandwidth). The default for operator logs,
-              where it is online without --link
-  online      decides op by op which ops run again, for operator logs
-  all         a table of all of these
-  capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
-  delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
-  sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
-  coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
-  checkmate, moccasin  integer programs that choose which ops run again (scipy)
-  rotor, rockmate      dynamic programs over chains of blocks; pofo: the same with a tier below
-  vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm  swap only, with a tier
-  superneurons         convolutions to the tier, ops between them run again
-  tsplit               from bottleneck to bottleneck, the least time for each byte
-  zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
-  ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
-
-With --sweep instead of one budget: the slowdown at budgets from all of the need down to a tenth of it, and a picture (--picture).
-With --job instead of --log: which budget for which rank of a distributed job gives the shortest step.
+The pass is a file of memmgr trace, or an operator log of DTR. Policies are plan (the default: a live run follows it from
+about its third step), auto (a live run before it has a plan), the published systems, and every name that
+memmgr.budget(policy=...) takes. --policy help lists them.
 
 Exit code: 0 for an answer, "does not fit" included; 2 for a file or an option that makes no sense.
 """
@@ -54,10 +41,29 @@ from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
 from memmgr.tools.common.outputs import check_output, quiet_output, write_whole
+from memmgr.tools.common.policy_option import Listed, listing
 from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot, simulate_job, sweep_text
 from memmgr.tools.view.run_state import is_log
+
+_PUBLISHED = """\
+of simulate alone:
+  plan          the planner, which knows the whole pass (the default)
+  auto          a live run before it has a plan; online for operator logs
+  online        decides op by op which ops run again, for operator logs
+  all           a table of all of these
+  capuchin      swaps by free time, recomputes by memory saving per second
+  delta_paper   DELTA's online algorithm as published
+  sqrt_n, chen_greedy   checkpointing of segments (Chen 2016)
+  coop, tcontrol        DTR's successors: windows of addresses, locked tensors
+  checkmate, moccasin   integer programs that choose which ops run again (scipy)
+  rotor, rockmate       dynamic programs over chains of blocks
+  pofo                  the same with a tier below
+  vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm   swap only, with a tier
+  superneurons          convolutions to the tier, ops between them run again
+  tsplit                from bottleneck to bottleneck, least time for each byte
+  zero_offload, zero_infinity, patrickstar, l2l           model states below"""
 
 RULES = (
     "dtr_eq",
@@ -113,8 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("dtr", "trace"), help="default: by the file's contents")
     parser.add_argument(
         "--policy",
+        action=Listed,
+        listing=lambda: f"{_PUBLISHED}\n\n{listing()}",
         metavar="NAME",
-        help="one of the above (default: plan, as in a live run; for operator logs auto)",
+        help="default: plan, as in a live run; for operator logs auto; --policy help lists all",
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
@@ -160,6 +168,11 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("--total, --host-total and --limit are of a --job")
     if args.schedule_out is not None:
         check_output(args.schedule_out, "--schedule-out", [args.log])
+    share = parse_share(args.ratio).share if args.ratio is not None else None
+    if args.budget is not None:
+        parse_budget(args.budget, what="--budget")
+    if args.policy not in (None, "all"):
+        _policy(args.policy, None)
     trace = _read(args.log, args.format)
     if not trace.ops:
         raise UsageError(f"{args.log}: no ops")
@@ -173,7 +186,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.picture:
         raise UsageError("--picture is drawn of a --sweep")
     tier = _tier(trace, args.link)
-    share = parse_share(args.ratio).share if args.ratio is not None else None
     budget = int(peak * share) if share is not None else _bytes(args, trace, tier)
     ratio = share if share is not None else budget / max(peak, 1)
     bound = _lower_bound(trace, budget, tier)
@@ -368,9 +380,7 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
         policy = parse_policy(name)
     except ValueError as error:
         near = meant(name, (*SYSTEMS, "plan", "online", "all"))
-        raise UsageError(
-            f"unknown policy {name!r}{near}; `memmgr simulate --help` lists all" if near else str(error)
-        ) from None
+        raise UsageError(f"unknown policy {name!r}{near}" if near else f"{error}; --policy help lists all") from None
     return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
 
 

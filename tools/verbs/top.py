@@ -1,16 +1,16 @@
-"""Watch training processes under a budget: resident and evicted bytes, their cost, and the holders of the rest.
+"""Watch training processes under a budget: resident and evicted bytes, and their cost.
 
     memmgr top              all processes of this user that have an open budget
     memmgr top 12345        one of them
-    memmgr top --job        the ranks of a distributed job on this machine side by side, and the one that the others wait for
+    memmgr top --job        the ranks of a distributed job on this machine
     memmgr top --once       one screen as text, for a log or a pipe
-    memmgr top --json       the stream itself, a JSON object a line; with --once the current state
-    memmgr top --serve      the full screen in a browser on this machine, at an address that it prints
+    memmgr top --json       the stream itself, a JSON object a line
+    memmgr top --serve      the full screen in a browser on this machine
 
 Keys: 1-5 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
 
-A reader never slows the training down: lines that it is too slow to read are dropped and counted. Without
-the package `textual` (pip install 'memmgr[top]'), or on a terminal without UTF-8, the plain screen is repeated.
+A reader never slows the training down: lines that it is too slow to read are dropped and counted. Without the package
+`textual`, or on a terminal without UTF-8, the plain screen is repeated.
 
 Exit code: 0; 2 when there is no such process, or none at all.
 """
@@ -31,6 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from memmgr.config.extras import pip_line
 from memmgr.telemetry import stream
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
@@ -113,7 +114,10 @@ def run(args: argparse.Namespace) -> int:
             elif _can_draw(args):
                 from memmgr.tools.view.top_app import TopApp
 
-                TopApp(attached, interval=args.interval, follow=args.pid is None).run()
+                app = TopApp(attached, interval=args.interval, follow=args.pid is None)
+                if not _is_page():
+                    app.driver_class = _on_output(app.driver_class)
+                app.run()
             else:
                 _repeat(attached, args)
     except KeyboardInterrupt:
@@ -162,9 +166,20 @@ def _can_draw(args: argparse.Namespace) -> bool:
     if args.ascii or not _utf8() or not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb"):
         return False
     if find_spec("textual") is None:
-        print("memmgr top: the full screen needs the package textual: pip install 'memmgr[top]'", file=sys.stderr)
+        print(f"memmgr top: the full screen needs the package textual: {pip_line('top')}", file=sys.stderr)
         return False
     return True
+
+
+def _on_output(driver: Any) -> Any:
+    """Textual's driver draws on standard error, which may be a file; the terminal was checked of standard output."""
+
+    class OnOutput(driver):  # type: ignore[misc]
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            self._file = sys.__stdout__
+
+    return OnOutput
 
 
 def _first_words(attached: list[Attached], *, detail: bool) -> list[Attached]:
@@ -257,7 +272,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.once or args.json or args.ascii or args.picture is not None:
         raise UsageError("--serve is the full screen: it goes with a PID and --interval only")
     if find_spec("textual_serve") is None:
-        raise UsageError("--serve needs the package textual-serve: pip install 'memmgr[serve]'")
+        raise UsageError(f"--serve needs the package textual-serve: {pip_line('serve')}")
     from memmgr.tools.view.top_served import serve
 
     with _attached(args):
@@ -269,7 +284,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _check_picture(args: argparse.Namespace) -> None:
     if find_spec("textual") is None:
-        raise UsageError("--picture needs the package textual: pip install 'memmgr[top]'")
+        raise UsageError(f"--picture needs the package textual: {pip_line('top')}")
     if args.once or args.json or args.ascii:
         raise UsageError("--picture is a screen of its own: it goes without --once, --json and --ascii")
     if args.picture.suffix != ".svg":

@@ -3,14 +3,12 @@
     memmgr trace --out run.trace train.py --lr 3e-4
     memmgr trace --out run.trace.gz --pass 5 --budget 12GB -m package.train
     memmgr simulate --log run.trace --policy all --ratio 0.6
+    torchrun --nproc-per-node 2 --no-python \\
+        memmgr trace --out run.trace train.py        a file for each rank
 
 A pass is one forward and its backward. The second one is recorded (the first compiles and is not like the others),
 every op with its time, inputs and outputs, and the time of each release. The script runs to its end as under memmgr
 run, with the same bits. Without --budget no tensor is evicted; with one the trace has the times of the pass under it.
-
-Each rank of a distributed job writes a file of its own, for memmgr simulate --job:
-
-    torchrun --nproc-per-node 2 --no-python memmgr trace --out run.trace train.py
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING
 from memmgr.config.conf import Refused, local_ranks
 from memmgr.config.sizes import show_size
 from memmgr.tools.common.outputs import check_output
+from memmgr.tools.common.policy_option import add_policy
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as run_verb
 
@@ -35,20 +34,20 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.usage = "memmgr trace --out FILE [options] (script.py | -m module) [arguments]"
+    parser.usage = "memmgr trace --out FILE [options] (SCRIPT.py | -m MODULE) [its arguments]"
     parser.add_argument("--out", metavar="FILE", required=True, help="the trace; compressed if it ends in .gz")
     parser.add_argument("--pass", dest="number", type=int, default=2, metavar="N", help="which one, from 1 (default 2)")
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="12GB, 12GiB, 80%% of the device, need*60%%, auto, none (the default: no limit)",
+        help="12GB, 12GiB, 80%% (of the device), need*60%%, auto, none (the default)",
     )
-    parser.add_argument("--policy", help=run_verb.POLICY_HELP)
-    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "none" for none')
+    add_policy(parser)
+    parser.add_argument("--disk", metavar="FOLDER", help="for evicted tensors; or none")
     parser.add_argument("--device", help="the device that is measured (default: the accelerator, else cpu)")
-    parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
-    parser.add_argument("script", help="what to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
+    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument("script", help="the script, or the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memmgr.config.extras import pip_line
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 
@@ -40,7 +41,7 @@ def check_picture(path: Path | None) -> None:
     if path.suffix not in (".png", ".svg"):
         raise UsageError(f"--picture: {path} ends in neither .png nor .svg")
     if not available():
-        raise UsageError("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+        raise UsageError(f"--picture needs the package matplotlib: {pip_line('demo')}")
     check_output(path, "--picture")
 
 
