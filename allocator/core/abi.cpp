@@ -86,6 +86,7 @@ void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
 void mm_arena_promise_outside(mm_arena* arena, int64_t delta) { Of(arena)->Promise(delta); }
 uint64_t mm_arena_shortage(mm_arena* arena) { return Of(arena)->Shortage(0); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }
+uint64_t mm_arena_small_bytes(mm_arena* arena) { return Of(arena)->small_bytes(); }
 uint64_t mm_arena_budget(mm_arena* arena) { return Of(arena)->budget(); }
 
 void mm_arena_price(mm_arena* arena, const mm_price* prices, size_t n) { Of(arena)->SetPrices(prices, n); }

@@ -349,6 +349,13 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
   return block;
 }
 
+// Under the lock.
+inline void Arena::CountSmall(uint64_t bytes, int sign) {
+  if (bytes < MM_SMALL_FROM || bytes >= MM_SMALL_TO) return;
+  const uint64_t now = small_bytes_.load(std::memory_order_relaxed);
+  small_bytes_.store(sign > 0 ? now + bytes : now - bytes, std::memory_order_relaxed);
+}
+
 inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   if (StreamOrder* order = request->order) {
     order->touched = sets_.Mask(block->touched);
@@ -359,6 +366,7 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
     block->home = order->home;
   }
   stats_.live_bytes += request->bytes;
+  CountSmall(request->bytes, 1);
   stats_.requested_bytes += request->requested_bytes;
   ++stats_.allocations;
   stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_pages() * pages_.page_bytes);
@@ -535,6 +543,7 @@ void* Arena::Episode(Hold* hold, Request* request) {
 
 inline void Arena::Release(Block* block, uint64_t offset) {
   stats_.live_bytes -= block->bytes;
+  CountSmall(block->bytes, -1);
   stats_.requested_bytes -= block->bytes - block->slack;
   if (block->pool == 0) {
     held_bytes_ -= block->bytes;

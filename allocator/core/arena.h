@@ -124,6 +124,7 @@ class Arena final : private ForkAware {
   void ResetCounts();
   // Bytes by which resident and promised bytes, with these, exceed the budget.
   uint64_t Shortage(uint64_t bytes) const;
+  uint64_t small_bytes() const { return small_bytes_.load(std::memory_order_relaxed); }
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
@@ -166,6 +167,7 @@ class Arena final : private ForkAware {
   Spot Find(const Heap& heap, const Request& request, uint64_t limit, End end) const;
   Block* Place(Heap* heap, Request* request);
   Block* Back(Heap* heap, Block* block, Request* request);
+  void CountSmall(uint64_t bytes, int sign);
   void* HandOut(Heap* heap, Block* block, Request* request);
   void Release(Block* block, uint64_t offset);
   void* Reclaim(Hold* hold, Request* request);
@@ -207,6 +209,7 @@ class Arena final : private ForkAware {
   std::atomic<uint64_t> budget_bytes_;
   std::atomic<uint64_t> promised_bytes_{0};
   std::atomic<uint64_t> resident_{0};
+  std::atomic<uint64_t> small_bytes_{0};  // of live blocks of MM_SMALL_FROM to MM_SMALL_TO
   int64_t virtual_bytes_ = 0;
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;

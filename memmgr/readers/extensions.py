@@ -118,7 +118,7 @@ class Extensions:
             if name in ("__copy__", "__deepcopy__") and owner._has_method("__getstate__"):
                 # The copy is constructed from the state, so its tensors count as arguments.
                 state = owner._get_method("__getstate__")()
-                return pager.call_foreign(lambda owner, args, state: original(owner, *args), (owner, args, state), {})
+                return pager.call_foreign(lambda owner, state: original(owner, *args), (owner, state), {})
             return pager.call_foreign(original, (owner, *args), {})
 
         return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
@@ -31,7 +32,8 @@ class CompiledGraphs:
         self._spent = spent
         self._refusal = refusal
         self._graphs = graphs
-        self._whole: dict[int, tuple[str, str, int]] = {}  # by the graph's id: the model, the reason, bytes
+        # By the graph's id: the graph, the model, the reason, bytes.
+        self._whole: dict[int, tuple[weakref.ref[Any], str, str, int]] = {}
         self._patches = Patches()
         self._local = threading.local()
 
@@ -61,7 +63,7 @@ class CompiledGraphs:
     def lines(self, *, binary: bool = False) -> list[str]:
         """A line of the summary for each model with graphs that were not paged: how much the largest has kept in memory."""
         models: dict[tuple[str, str], list[int]] = {}
-        for name, reason, nbytes in self._whole.values():
+        for _, name, reason, nbytes in self._whole.values():
             models.setdefault((name, reason), []).append(nbytes)
         return [
             f"{len(sizes)} compiled graph{'s' if len(sizes) > 1 else ''} of {name} ran as a whole ({reason}): "
@@ -71,7 +73,11 @@ class CompiledGraphs:
 
     def _note_whole(self, graph: Any, storages: dict[int, int]) -> None:
         kept = storages | _storages(getattr(graph, "constants", None))
-        self._whole[id(graph)] = self.running(), self._graphs.reason(graph), sum(kept.values())
+        self._whole[id(graph)] = weakref.ref(graph), self.running(), self._graphs.reason(graph), sum(kept.values())
+
+    def _is_known(self, graph: Any) -> bool:
+        known = self._whole.get(id(graph))  # another graph may have had the id
+        return known is not None and known[0]() is graph
 
     def _patch(self, name: str, module: ModuleType) -> None:
         if hasattr(module, name):
@@ -85,7 +91,7 @@ class CompiledGraphs:
             self._local.depth = getattr(self._local, "depth", 0) + 1
             try:
                 self._refusal()
-                given = None if id(args[0]) in self._whole else _storages(args[1:])  # the call may end them
+                given = None if self._is_known(args[0]) else _storages(args[1:])  # the call may end them
                 result = original(*args, **kwargs)
                 if given is not None:
                     self._note_whole(args[0], given | _storages(result))
@@ -109,7 +115,10 @@ def _storages(values: Any) -> dict[int, int]:
     if isinstance(values, torch.Tensor):
         if values.layout != torch.strided or is_wrapped(values):
             return {}
-        storage = values.untyped_storage()
+        try:
+            storage = values.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # a subclass that has none
+            return {}
         return {storage._cdata: storage.nbytes()}
     if isinstance(values, dict):
         values = values.values()

@@ -115,6 +115,7 @@ _SIGNATURES = {
     "mm_arena_note_virtual": (None, [c.c_void_p, c.c_int64]),
     "mm_own_work": (None, [c.c_int]),
     "mm_arena_resident": (c.c_uint64, [c.c_void_p]),
+    "mm_arena_small_bytes": (c.c_uint64, [c.c_void_p]),
     "mm_arena_budget": (c.c_uint64, [c.c_void_p]),
     "mm_arena_walk": (None, [c.c_void_p, BLOCK_FN, c.c_void_p]),
     "mm_arena_check": (c.c_int, [c.c_void_p, c.c_char_p, c.c_size_t]),

@@ -77,3 +77,48 @@ def test_a_later_budget_begins_with_the_usual_size(beyond: Callable[[str], int])
     with memmgr.budget(beyond("6MB"), quiet=True):
         made = torch.randn(4096) + 0
         assert native.load().describe(made) is None
+
+
+def _kept(how: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+    torch.manual_seed(0)
+    source = torch.randn(4096)
+    return [float(t.sum()) for t in [how(source) for _ in range(600)]]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda t: t.clone(),
+        lambda t: t * 2,
+        lambda t: torch.stack([t[:2048], t[2048:]]),
+        lambda t: torch.empty(4096).copy_(t),
+        lambda t: torch.from_numpy(t.numpy().astype("float64")).float(),
+    ],
+    ids=["clone", "mul", "stack", "empty", "from_numpy"],
+)
+def test_results_of_each_kind_of_op_leave(how: Callable[[torch.Tensor], torch.Tensor], beyond: Callable[[str], int]) -> None:
+    want = _kept(how)
+    with memmgr.budget(beyond("6MB"), quiet=True, verify=True) as mm:
+        assert _kept(how) == want
+    assert mm.stats()["offloads"] + mm.stats()["evictions"] > 100
+
+
+def test_an_older_small_tensor_stays_where_it_is(beyond: Callable[[str], int]) -> None:
+    """Ops that return their argument have not made it. Its address is NumPy's, and of collectives under way."""
+    older = [torch.zeros(4096) for _ in range(4)]
+    views = [t.numpy() for t in older]
+    with memmgr.budget(beyond("6MB"), quiet=True):
+        kept = [torch.randn(4096) for _ in range(600)]
+        cell = kept[-1]
+        assert native.load().describe(cell) is not None
+        older[0].copy_(cell)
+        older[1].normal_()
+        torch.add(cell, 1, out=older[2])
+        with torch.no_grad():
+            older[3].add_(cell)
+        for t in older:
+            info = native.load().describe(t)
+            assert info is None or info["small"]
+        kept += [torch.randn(4096) for _ in range(600)]
+        for t, view in zip(older, views, strict=True):
+            assert t.data_ptr() == view.ctypes.data and torch.equal(t, torch.from_numpy(view))

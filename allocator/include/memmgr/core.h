@@ -170,6 +170,11 @@ void mm_own_work(int delta);
 // that it needed since the last call.
 uint64_t mm_arena_take_mark(mm_arena*, uint64_t* peak_bytes);
 uint64_t mm_arena_resident(mm_arena*);  // live + outside, one atomic read
+// Bytes of live blocks of MM_SMALL_FROM to below MM_SMALL_TO bytes: storages of that size are too small to be paged one
+// by one, and may be many. One atomic read.
+#define MM_SMALL_FROM 4096
+#define MM_SMALL_TO 65536
+uint64_t mm_arena_small_bytes(mm_arena*);
 uint64_t mm_arena_shortage(mm_arena*);  // bytes by which these and promised bytes exceed the budget
 uint64_t mm_arena_budget(mm_arena*);
 

@@ -113,8 +113,12 @@ void give_locks_after_fork() {
 }
 
 void renew_after_fork() {
+  const auto taken = [](const Lock* lock) {
+    const std::vector<Lock*>& all = taken_by_fork();
+    return std::find(all.begin(), all.end(), lock) != all.end();
+  };
   for (size_t i = 0; i < kLocks; ++i)
-    if (Lock* lock = kFacts[i].fork == AtFork::kRenewed ? made[i].load() : nullptr) lock->renew();
+    if (Lock* lock = made[i].load(); lock && !taken(lock)) lock->renew();  // also one that was made during the fork
   for (const auto& slot : conditions.all)
     if (Condition* condition = slot.load()) condition->renew();
   for (const auto& slot : renewed.all)

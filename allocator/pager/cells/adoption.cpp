@@ -15,7 +15,6 @@
 #include "cells/stream_order.h"
 #include "cells/version.h"
 #include "pools/pool.h"
-#include "pools/small_blocks.h"
 
 namespace memmgr::pager {
 
@@ -69,7 +68,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   c->nbytes = s->nbytes();
   c->serial = next_serial_locked();
   c->pool = budget.pool;
-  c->small = c->nbytes < (born ? least_born_bytes.load(std::memory_order_relaxed) : budget.options.small_bytes);
+  c->small = !born && c->nbytes < budget.options.small_bytes;
   c->outside = !c->small && p.get_deleter() != c->pool->deleter();
   c->storage = WeakStorage::reclaim_copy(s);
   c->version = version_memory().make_locked();

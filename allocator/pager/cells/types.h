@@ -98,7 +98,7 @@ struct Cell {
   uint8_t lead = 0;       // the offset of its address in a line of `kLine` bytes, the same after each restore (rule 1)
   bool outside = false;   // its memory is not the pool's
   bool root = false;      // counted among root_bytes
-  bool small = false;     // counted and never paged: it is a cell only because a recipe names it
+  bool small = false;     // counted and never paged: a recipe names it, or a reader has written to it
   bool kept = false;      // an orphan that recipes keep by value
   bool given_up = false;  // a budget that has ended could not restore it, and has reported that
   Purpose purpose = Purpose::kOther;

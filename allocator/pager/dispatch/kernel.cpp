@@ -64,20 +64,17 @@ void touch_arguments(Frame& frame, const OpInfo* info, const c10::IValue* args, 
 }
 
 // Makes cells of the outputs of an op that is not recorded, and newborns of outputs that are not written yet (rule 3).
-void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t returns,
+void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t returns, const OldStorages& old,
                    c10::SmallVector<Cell*, 4>* made) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
   collect_outputs(stack, returns, &storages);
   for (c10::StorageImpl* s : storages) {
-    if (!newly_large(s)) continue;
-    Cell* c = adopt(s, info->uninitialized ? 1 : 0);
-    if (c) made->push_back(c);
-    if (!c || !info->uninitialized) continue;
-    {
-      const Hold lock(graph_lock());
-      begin_newborn_locked(c);
-    }
-    unpin(c);
+    if (!newly_large(s, old)) continue;
+    const Hold lock(graph_lock());
+    Cell* c = adopt_locked(s, 0, ticks(), true);
+    if (!c) continue;
+    made->push_back(c);
+    if (info->uninitialized) begin_newborn_locked(c);
   }
 }
 
@@ -134,6 +131,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
   if (works_in_flight()) poll_works();
+  const OldStorages old(info, args, n);
   KeptArguments kept;
   const auto put_back = [&] {
     stack->resize(base);
@@ -149,7 +147,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       const size_t returns = info->returns;
       call_below(op, below, stack);
       c10::SmallVector<Cell*, 4> made;
-      adopt_outputs(info, *stack, returns, &made);
+      adopt_outputs(info, *stack, returns, old, &made);
       if (C10_UNLIKELY(moment && !made.empty())) moment->ended(info, made.data(), made.size(), 0, 0);
       if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
       return;
@@ -166,7 +164,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     kept.keep(stack->data() + base, n);
   int pauses = 0;
   for (int attempt = 0;; ++attempt) {
-    Call call(op, info, below, stack);
+    Call call(op, info, below, stack, old);
     const bool newborns_before = kept.there && others_have_newborns();  // a newborn that ends from now on frees room
     try {
       if (depth.outermost() && !budget.forked) admitted.emplace(need, alone, info->kind == OpClass::kForeign);
@@ -241,7 +239,7 @@ void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   const size_t returns = info->returns;
   call_below(op, below, stack);
   c10::SmallVector<Cell*, 4> made;
-  adopt_outputs(info, *stack, returns, &made);
+  adopt_outputs(info, *stack, returns, {}, &made);
   for (Cell* c : made) escape(c, Escape::kCaptured);
 }
 
@@ -453,9 +451,9 @@ const c10::BoxedKernel& boxed_kernel() {
   return kernel;
 }
 
-void adopt_results(OpInfo* info, const torch::jit::Stack& results) {
+void adopt_results(OpInfo* info, const torch::jit::Stack& results, const OldStorages& old) {
   c10::SmallVector<Cell*, 4> made;
-  adopt_outputs(info, results, results.size(), &made);
+  adopt_outputs(info, results, results.size(), old, &made);
   if (made.empty() || !is_noted()) return;
   Moment moment;
   moment.ended(info, made.data(), made.size(), 0, 0);

@@ -4,6 +4,7 @@
 #include <ATen/core/boxing/BoxedKernel.h>
 #include <c10/core/DispatchKey.h>
 
+#include "dispatch/op_run.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
 
@@ -16,7 +17,7 @@ void send_away(Frame* frame, bool by_turns);
 // The kernel itself, for kernels that have types (small_ops.cpp).
 const c10::BoxedKernel& boxed_kernel();
 // The results of an op that has touched no cell: large ones become cells.
-void adopt_results(OpInfo* info, const torch::jit::Stack& results);
+void adopt_results(OpInfo* info, const torch::jit::Stack& results, const OldStorages& old);
 // Within a handler: throws the error again, as memmgr's where the budget is its cause.
 [[noreturn]] void rethrow_as_ours();
 // The same of an op that found no room for these arguments.

@@ -49,10 +49,24 @@ void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<
   }
 }
 
-bool newly_large(const c10::StorageImpl* s) {
+OldStorages::OldStorages(const OpInfo* info, const c10::IValue* args, size_t n) {
+  // Foreign code may return a storage from before the call that is no argument.
+  known_ = least_born_bytes.load(std::memory_order_relaxed) < budget.options.small_bytes &&
+           (info->kind == OpClass::kOrdinary || info->kind == OpClass::kMetadata);
+  if (C10_LIKELY(!known_)) return;
+  const auto add = [&](const c10::StorageImpl* s) { all_.push_back(s); };
+  for (size_t i = 0; i < n; ++i) each_tensor(args[i], [&](c10::TensorImpl* t) { each_storage(t, add); }, add);
+}
+
+bool OldStorages::are_without(const c10::StorageImpl* s) const {
+  return known_ && std::find(all_.begin(), all_.end(), s) == all_.end();
+}
+
+bool newly_large(const c10::StorageImpl* s, const OldStorages& old) {
   // A mapped storage was an argument that found no room.
-  return s && !cell_of(s) && adoptable(s) && s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) &&
-         !is_mapped(s);
+  if (!s || cell_of(s) || s->sym_nbytes().is_heap_allocated() || !adoptable(s) || is_mapped(s)) return false;
+  return s->nbytes() >= budget.options.small_bytes ||
+         (s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) && old.are_without(s));
 }
 
 bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
@@ -221,7 +235,7 @@ void Call::outputs(Frame& frame) {
     Trash trash;
     Hold lock(graph_lock(), std::defer_lock);
     for (size_t i = 0; i < storages.size(); ++i) {
-      if (!newly_large(storages[i])) continue;
+      if (!newly_large(storages[i], old_)) continue;
       if (!lock.owns_lock()) lock.lock();
       Cell* c = adopt_locked(storages[i], 1, ended_, true);
       if (!c) continue;

@@ -5,6 +5,8 @@
 #include <ATen/core/stack.h>
 
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "base/tensors.h"
 #include "cells/cell.h"
@@ -24,8 +26,22 @@ namespace memmgr::pager {
 void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack);
 // Collects the storages of the outputs on top of the stack, in order. Null: an output has none.
 void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<c10::StorageImpl*, 4>* storages);
+// The small storages that a call was given. Where results get cells below the usual size (pools/small_blocks.h), these
+// do not.
+class OldStorages {
+ public:
+  OldStorages() = default;  // of a call whose results have the usual limit
+  OldStorages(const OpInfo* info, const c10::IValue* args, size_t n);
+  explicit OldStorages(std::vector<const c10::StorageImpl*> all) : known_(true), all_(std::move(all)) {}
+  // Returns true if the call has made the storage.
+  bool are_without(const c10::StorageImpl* s) const;
+
+ private:
+  bool known_ = false;
+  std::vector<const c10::StorageImpl*> all_;
+};
 // Returns true if the storage is no cell, and would be a paged one.
-bool newly_large(const c10::StorageImpl* s);
+bool newly_large(const c10::StorageImpl* s, const OldStorages& old);
 // Returns true if an output may be large enough for a cell although no argument is. An output that this misses is a
 // root.
 bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n);
@@ -46,8 +62,9 @@ struct KeptArguments {
 // All that one try of an op does. After an exception the caller may try again.
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack)
-      : op_(op), info_(info), below_(below), stack_(stack) {}
+  Call(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
+       const OldStorages& old)
+      : op_(op), info_(info), below_(below), stack_(stack), old_(old) {}
 
   void run(Frame& frame, bool outermost, KeptArguments* kept);
 
@@ -86,6 +103,7 @@ class Call {
   OpInfo* info_;
   c10::DispatchKeySet below_;
   torch::jit::Stack* stack_;
+  const OldStorages& old_;
   std::unique_ptr<Recipe> recipe_;
   Drawing drawing_;  // from the record of the generator's state until the op has drawn
   StoragePtr before_;

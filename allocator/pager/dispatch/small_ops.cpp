@@ -72,9 +72,17 @@ bool is_strided(const at::ITensorListRef&, const Rest&...) {
   return false;
 }
 
+void add_storages(const at::Tensor& t, std::vector<const c10::StorageImpl*>* all) { all->push_back(storage_in(t)); }
+void add_storages(const at::ITensorListRef& tensors, std::vector<const c10::StorageImpl*>* all) {
+  for (const at::Tensor& t : tensors) add_storages(t, all);
+}
+template <class T>
+void add_storages(const T&, std::vector<const c10::StorageImpl*>*) {}
+
 bool is_large(const at::Tensor& t) {
   const c10::StorageImpl* s = storage_in(t);
-  return s && !cell_of(s) && s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed);
+  return s && !cell_of(s) && !s->sym_nbytes().is_heap_allocated() &&
+         s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed);
 }
 
 bool is_large(const std::vector<at::Tensor>& all) {
@@ -121,7 +129,7 @@ struct Typed<Op, R(A...)> {
             R made;
             if (C10_LIKELY(functional(below, &made, args...))) {
               inside.count_op();  // else the boxed kernel counts it
-              if (C10_UNLIKELY(is_large(made))) adopt(info, made);
+              if (C10_UNLIKELY(is_large(made))) adopt(info, made, args...);
               return made;
             }
           }
@@ -161,10 +169,12 @@ struct Typed<Op, R(A...)> {
     }
   }
 
-  static void adopt(OpInfo* info, const R& made) {
+  static void adopt(OpInfo* info, const R& made, const A&... args) {
     torch::jit::Stack results;
     c10::impl::push_outputs<R, false>::copy(made, &results);
-    adopt_results(info, results);
+    std::vector<const c10::StorageImpl*> old;
+    (add_storages(args, &old), ...);
+    adopt_results(info, results, OldStorages(std::move(old)));
   }
 };
 

@@ -49,6 +49,7 @@ bool completed(Target* work) {
 template <class Ended>
 void end_works(Ended&& ended) {
   std::vector<Cell*> done;
+  std::list<InFlight> gone;  // the last reference to a work frees its tensors: outside of the lock
   {
     Works& w = works();
     const Hold lock(w.lock);
@@ -58,7 +59,7 @@ void end_works(Ended&& ended) {
         continue;
       }
       done.insert(done.end(), it->pinned.begin(), it->pinned.end());
-      it = w.all.erase(it);
+      gone.splice(gone.end(), w.all, it++);
     }
     w.count = w.all.size();
   }

@@ -22,7 +22,7 @@ struct ArenaAllocator final : c10::Allocator {
 
   at::DataPtr take(void* block, uint64_t nbytes, Taking& here) const {
     here.take(nbytes);
-    note_block_taken(nbytes);
+    note_small_request(nbytes);
     if (C10_UNLIKELY(here.fill >= 0)) std::memset(block, here.fill, nbytes);
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(block, true);
     return {block, block, &free_block, c10::Device(c10::kCPU)};
@@ -58,7 +58,7 @@ void free_block(void* block) {
   // Some of torch's libraries (oneDNN) free with the allocator that is registered at that time.
   if (C10_UNLIKELY(!mm_arena_owns(a.arena, block))) return a.previous->raw_deleter()(block);
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) a.tell_profiler(block, false);
-  note_given(mm_arena_free(a.arena, block));
+  note_scratch_given(mm_arena_free(a.arena, block));
 }
 
 class CpuPool final : public Pool {

@@ -61,19 +61,17 @@ class DevicePool final : public Pool {
   at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) override {
     void* block = is_cuda() ? plugin->try_allocate(device.index(), nbytes, keep_free, main_)
                             : mm_device_try_alloc(memory_, nbytes, keep_free, main_);
-    if (!block) return {};
-    note_block_taken(nbytes);
-    return {block, block, deleter(), device};
+    return block ? at::DataPtr(block, block, deleter(), device) : at::DataPtr();
   }
   void* take(uint64_t nbytes, mm_stream on) {
     void* block = mm_device_alloc(memory_, nbytes, on, taking().side);
     if (!block) return nullptr;
     note_scratch_taken(nbytes);
-    note_block_taken(nbytes);
+    note_small_request(nbytes);
     return block;
   }
   void give(void* block) {
-    note_given(mm_arena_block_bytes(arena, block));
+    note_scratch_given(mm_arena_block_bytes(arena, block));
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(block, false);
     mm_device_free(memory_, block);
   }
@@ -229,7 +227,7 @@ const mm_plugin_hooks* hooks_of(int ordinal) {
                     [](uint64_t n) { return room_maker.reclaim(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
                     &note_scratch_taken,
                     [](size_t n) { room_maker.fail(n); },
-                    &note_given};
+                    &note_scratch_given};
   return &hooks[ordinal];
 }
 
