@@ -8,7 +8,7 @@
 Made for a machine that is lent for minutes and has no network. Acts run in order of what they teach, each a process with
 a limit of its own. Every figure is a JSON line in FOLDER/raw.jsonl as soon as it is known. An act that does not fit into
 the seconds that are left is skipped, and a second start goes on where the first one stopped.
-docs/develop/gpu-check.md describes the acts, the files and the verdicts.
+The last lines are the verdicts.
 
 Exit code 1: an act failed, some bits differ, a check did not hold, or a peak passed its budget.
 """
