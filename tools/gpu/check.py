@@ -1,7 +1,7 @@
 """Check memmgr on this machine's GPU: bits, step times, peaks, driver calls, and a verdict on each known risk.
 
     memmgr gpu-check first --out FOLDER          does it work, where is it slow?
-    memmgr gpu-check second --out FOLDER         users' programs, and the figures
+    memmgr gpu-check second --out FOLDER         users' programs, and figures
     memmgr gpu-check --device cpu --out FOLDER   a rehearsal with tiny models
     memmgr gpu-check --simulated --out FOLDER    step times on a simulated H100
 
