@@ -84,7 +84,7 @@ def environment(python: str, torch: str, name: str, *more: str | Path) -> tuple[
     if made.returncode:
         shutil.rmtree(place)
         errors = [line for line in made.stderr.splitlines() if line.startswith("ERROR")]
-        return None, (errors or ["pip failed"])[-1].removeprefix("ERROR: ")
+        return None, (errors or ["pip failed"])[0].removeprefix("ERROR: ")
     return place / "bin" / "python", ""
 
 

@@ -6,7 +6,7 @@
     memmgr bench --max-batch --models ResNet --systems unmanaged,auto
 
 Each system trains in a process of its own and takes turns with the others. The folder of --out gets bench.md, bench.png
-and bench.json; the same command again goes on where it ended. docs/benchmarks.md describes each figure.
+and bench.json; the same command again goes on where it ended.
 
 Models: {models}.
 

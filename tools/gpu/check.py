@@ -1,14 +1,14 @@
 """Check memmgr on this machine's GPU: bits, step times, peaks, driver calls, and a verdict on each known risk.
 
     memmgr gpu-check first --out FOLDER          does it work, where is it slow?
-    memmgr gpu-check second --out FOLDER         users' programs, and the figures
+    memmgr gpu-check second --out FOLDER         users' programs, and figures
     memmgr gpu-check --device cpu --out FOLDER   a rehearsal with tiny models
     memmgr gpu-check --simulated --out FOLDER    step times on a simulated H100
 
 Made for a machine that is lent for minutes and has no network. Acts run in order of what they teach, each a process with
 a limit of its own. Every figure is a JSON line in FOLDER/raw.jsonl as soon as it is known. An act that does not fit into
 the seconds that are left is skipped, and a second start goes on where the first one stopped.
-docs/develop/gpu-check.md describes the acts, the files and the verdicts.
+The last lines are the verdicts.
 
 Exit code 1: an act failed, some bits differ, a check did not hold, or a peak passed its budget.
 """

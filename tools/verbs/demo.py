@@ -6,7 +6,7 @@ take turns, a step each, while the others are stopped, so that other work of the
 bits are the SHA-256 over its parameters, optimizer state, RNG streams and losses.
 
 The unmanaged run never imports memmgr. "Needed" is the sum of its live tensors at the worst moment, measured in a
-process of its own (docs/benchmarks.md, "What the demo calls the need").
+process of its own, in which the C library keeps no freed memory back.
 
 Exit code 1: some bits differ, a budget was passed, or a process's resident set grew to more than its budget + 64 MB.
 """
