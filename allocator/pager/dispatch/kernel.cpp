@@ -67,9 +67,11 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
                    c10::SmallVector<Cell*, 4>* made) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
   collect_outputs(stack, returns, &storages);
+  Maker maker;
   for (c10::StorageImpl* s : storages) {
     if (!newly_large(s)) continue;
-    Cell* c = adopt(s, info->uninitialized ? 1 : 0);
+    if (!maker.op) maker = as_maker(info);
+    Cell* c = adopt(s, info->uninitialized ? 1 : 0, maker);
     if (c) made->push_back(c);
     if (!c || !info->uninitialized) continue;
     {

@@ -17,6 +17,7 @@
 #include "base/module_of_op.h"
 #include "base/share.h"
 #include "base/tensors.h"
+#include "cells/births.h"
 #include "cells/cell.h"
 #include "cells/fixed_memory.h"
 #include "cells/types.h"
@@ -91,6 +92,7 @@ PyObject* py_ops_astray(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLo
 PyObject* py_end_pass(PyObject*, PyObject*) {
   drop_unread_pending();
   end_pass_of_modules();
+  end_pass_of_births();
   mm_arena_stats a{};
   if (budget.arena) mm_arena_stats_get(budget.arena, &a);
   if (budget.arena) mm_arena_reset_peak(budget.arena);
