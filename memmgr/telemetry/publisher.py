@@ -96,6 +96,7 @@ class Telemetry:
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._stop = False
+        self._names_always = False
         self._ending: dict[str, Any] | None = None
         self._begun = time.perf_counter()
         self._not_before: dict[str, float] = {}
@@ -142,11 +143,12 @@ class Telemetry:
             self._passes.append((resident_peak, unmanaged_peak, forward, backward, self._now()))
             self.modules.ended_pass()
 
-    def name_modules(self, on: bool) -> None:
-        """The next pass is recorded with the modules of its ops; off: it is over."""
+    def name_modules(self, on: bool, *, always: bool = False) -> None:
+        """The next pass is recorded with the modules of its ops; off: it is over. `always`: all passes are."""
+        self._names_always |= always
         if on:
             self.modules.begin()
-        elif not self.detail:
+        elif not self.detail and not self._names_always:
             self.modules.forget()
 
     def happened(self, what: str, **fields: Any) -> None:

@@ -17,23 +17,23 @@ namespace {
 
 constexpr size_t kMostEvents = 1 << 20;
 
-struct Logged {
+struct LoggedBirth {
   Born born;
   bool end;
 };
 // Guarded by the graph's lock.
-struct Log {
+struct BirthLog {
   bool on = false;
   bool whole = true;  // the pass that is being logged has had room
-  std::vector<Logged> noted, last;
+  std::vector<LoggedBirth> noted, last;
 };
-Log& births() {
-  static auto* l = new Log;
+BirthLog& births() {
+  static auto* l = new BirthLog;
   return *l;
 }
 
-void note_locked(const Cell* c, bool end) {
-  Log& l = births();
+void log_locked(const Cell* c, bool end) {
+  BirthLog& l = births();
   if (!l.on || c->small) return;
   if (l.noted.size() >= kMostEvents) {
     l.whole = false;
@@ -42,16 +42,16 @@ void note_locked(const Cell* c, bool end) {
   l.noted.push_back({{c->serial, c->nbytes, c->birth, c->purpose}, end});
 }
 
-void begin_log_locked(Log& l) {
+void begin_log_locked(BirthLog& l) {
   l.noted.clear();
   l.whole = true;
   if (!l.on) return;
   for_each_cell_locked([](const Cell* c) {
-    if (c->storage._unsafe_get_target()) note_locked(c, false);
+    if (c->storage._unsafe_get_target()) log_locked(c, false);
   });
 }
 
-void note_end(const Cell* c) { note_locked(c, true); }
+void note_end(const Cell* c) { log_locked(c, true); }
 const ListensToCells listens_to_ends({&note_end, nullptr});
 
 }  // namespace
@@ -61,12 +61,12 @@ void begin_life_locked(Cell* c, Maker maker) {
   if (c->small) return;
   c->birth.module = current_module();
   c->birth.backward = torch::autograd::get_current_graph_task_id() != -1;
-  note_locked(c, false);
+  log_locked(c, false);
 }
 
 void log_births(bool on) {
   std::lock_guard<std::mutex> lock(graph_lock());
-  Log& l = births();
+  BirthLog& l = births();
   if (l.on == on) return;
   l.on = on;
   begin_log_locked(l);
@@ -75,14 +75,14 @@ void log_births(bool on) {
 void end_pass_of_births() {
   std::lock_guard<std::mutex> lock(graph_lock());
   passes_ended++;
-  Log& l = births();
+  BirthLog& l = births();
   if (!l.on) return;
   if (l.whole) l.last = std::move(l.noted);
   begin_log_locked(l);
 }
 
 std::vector<Born> living_at_peak_locked() {
-  const std::vector<Logged>& log = births().last;
+  const std::vector<LoggedBirth>& log = births().last;
   uint64_t sum = 0, most = 0;
   size_t highest = 0;
   for (size_t i = 0; i < log.size(); ++i) {

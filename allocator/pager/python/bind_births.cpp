@@ -17,30 +17,30 @@ namespace memmgr::pager {
 
 namespace {
 
-using Number = unsigned long long;
+using Unsigned = unsigned long long;
 
 // A tuple as Py_BuildValue makes it is added to the list; on an error the list ends.
-void add(PyObject** list, PyObject* item) {
+void append_new(PyObject** list, PyObject* item) {
   if (*list && (!item || PyList_Append(*list, item) < 0)) Py_CLEAR(*list);
   Py_XDECREF(item);
 }
 
-std::string name_of(const OpInfo* op) { return op ? op->name() : std::string(); }
+std::string op_text(const OpInfo* op) { return op ? op->name() : std::string(); }
 
-struct Row {
+struct LivingCell {
   Born born;
-  Number storage = 0;
+  Unsigned storage = 0;
   bool absent = false;
 };
 
 // (serial, storage's address, bytes, absent, purpose, op or "", module, line, pass, in backward)
-PyObject* list_of(const std::vector<Row>& rows) {
+PyObject* list_of_living(const std::vector<LivingCell>& rows) {
   PyObject* list = PyList_New(0);
-  for (const Row& r : rows) {
+  for (const LivingCell& r : rows) {
     const Birth& b = r.born.birth;
-    add(&list, Py_BuildValue("(KKKNisIIIN)", static_cast<Number>(r.born.serial), r.storage,
-                             static_cast<Number>(r.born.bytes), PyBool_FromLong(r.absent),
-                             static_cast<int>(r.born.purpose), name_of(b.op).c_str(), b.module, b.line, b.pass,
+    append_new(&list, Py_BuildValue("(KKKNisIIIN)", static_cast<Unsigned>(r.born.serial), r.storage,
+                             static_cast<Unsigned>(r.born.bytes), PyBool_FromLong(r.absent),
+                             static_cast<int>(r.born.purpose), op_text(b.op).c_str(), b.module, b.line, b.pass,
                              PyBool_FromLong(b.backward)));
   }
   return list;
@@ -57,33 +57,33 @@ Birth birth_of(const Cell* c) {
 
 // living() -> rows of the large cells; a storage's address is 0 where recipes alone need the cell
 PyObject* py_living(PyObject*, PyObject*) {
-  std::vector<Row> rows;
+  std::vector<LivingCell> rows;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     for_each_cell_locked([&](const Cell* c) {
       if (c->small) return;
-      const auto storage = static_cast<Number>(reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()));
+      const auto storage = static_cast<Unsigned>(reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()));
       rows.push_back({{c->serial, c->nbytes, birth_of(c), c->purpose}, storage, (c->state.load() & kAbsent) != 0});
     });
   }
-  return list_of(rows);
+  return list_of_living(rows);
 }
 
 // living_at_peak() -> rows of the last logged pass; storages and residency are not known
 PyObject* py_living_at_peak(PyObject*, PyObject*) {
-  std::vector<Row> rows;
+  std::vector<LivingCell> rows;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     for (const Born& born : living_at_peak_locked()) rows.push_back({born, 0, false});
   }
-  return list_of(rows);
+  return list_of_living(rows);
 }
 
 // One op's cells that have outlived the pass after that of their birth.
 struct Survivors {
   std::set<uint32_t> passes;  // of their births
-  Number bytes = 0, absent = 0;
-  std::map<std::pair<uint32_t, uint32_t>, Number> places;  // bytes by line and module
+  Unsigned bytes = 0, absent = 0;
+  std::map<std::pair<uint32_t, uint32_t>, Unsigned> places;  // bytes by line and module
 };
 
 // survivors(mark) -> [(op, passes of birth, bytes, absent bytes, [(line, module, bytes)])] of the ops whose cells, born
@@ -112,10 +112,10 @@ PyObject* py_survivors(PyObject*, PyObject* mark) {
     if (s.passes.size() < 2) continue;
     if (op && s.passes.size() >= least) const_cast<OpInfo*>(op)->marked.store(true);
     PyObject* places = PyList_New(0);
-    for (const auto& [place, bytes] : s.places) add(&places, Py_BuildValue("(IIK)", place.first, place.second, bytes));
+    for (const auto& [place, bytes] : s.places) append_new(&places, Py_BuildValue("(IIK)", place.first, place.second, bytes));
     PyObject* passes = PyList_New(0);
-    for (const uint32_t pass : s.passes) add(&passes, PyLong_FromUnsignedLong(pass));
-    add(&list, Py_BuildValue("(sNKKN)", name_of(op).c_str(), passes, s.bytes, s.absent, places));
+    for (const uint32_t pass : s.passes) append_new(&passes, PyLong_FromUnsignedLong(pass));
+    append_new(&list, Py_BuildValue("(sNKKN)", op_text(op).c_str(), passes, s.bytes, s.absent, places));
   }
   return list;
 }
@@ -142,7 +142,7 @@ PyObject* py_take_lines(PyObject*, PyObject* args) {
 PyObject* py_source_lines(PyObject*, PyObject*) {
   PyObject* list = PyList_New(0);
   for (const SourceLine& l : source_lines())
-    add(&list, Py_BuildValue("(sis)", l.file.c_str(), l.line, l.function.c_str()));
+    append_new(&list, Py_BuildValue("(sis)", l.file.c_str(), l.line, l.function.c_str()));
   return list;
 }
 

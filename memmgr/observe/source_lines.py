@@ -1,0 +1,105 @@
+"""Which ops are recorded with the source line that called them, and the lines in words.
+
+The pager looks a line up when an op has made a large tensor: about a microsecond. By default it does so in some passes
+only: the first two, and those whose number is a power of two.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+import memmgr
+
+NO_OP, MARKED_OPS, ALL_OPS = 0, 1, 2
+"""The values are those of `allocator/pager/base/source_lines.h`."""
+
+
+class Native(Protocol):
+    """The functions that are used of the pager."""
+
+    def take_lines(self, mode: int, log: bool, folders: tuple[str, ...]) -> None: ...
+    def source_lines(self) -> list[tuple[str, int, str]]: ...
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the program.
+
+    Attributes:
+        file: shortened as in `show`.
+        function: the qualified name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def skipped_folders() -> tuple[str, ...]:
+    """The folders, and files, of functions that are not the program's: torch's, memmgr's, and what wraps functions."""
+    library = sysconfig.get_paths()["stdlib"]
+    of_python = [os.path.join(library, name) for name in ("contextlib.py", "functools.py", "threading.py", "runpy.py")]
+    packages = [os.path.dirname(str(torch.__file__)), os.path.dirname(str(memmgr.__file__))]
+    return (*(package + os.sep for package in packages), *of_python)
+
+
+def show(file: str) -> str:
+    """The path from the current folder or the entry of `sys.path` that has it, whichever is shorter; else as it is."""
+    folders = [entry for entry in (os.getcwd(), *sys.path) if entry and file.startswith(entry.rstrip(os.sep) + os.sep)]
+    return min((os.path.relpath(file, entry) for entry in folders), key=len, default=file)
+
+
+def of_caller() -> SourceLine | None:
+    """The line of the program that this thread is at."""
+    skipped = skipped_folders()
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*skipped, "<frozen")):
+            return SourceLine(show(code.co_filename), frame.f_lineno, getattr(code, "co_qualname", code.co_name))
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+class TakenLines:
+    """The passes in which lines are taken, and the lines by number.
+
+    Args:
+        native: the pager.
+        always: lines are taken in all passes: the user asked for it.
+    """
+
+    def __init__(self, native: Native, *, always: bool) -> None:
+        self._native = native
+        self._always = always
+
+    def begin(self) -> None:
+        """A budget opens: its first pass is recorded."""
+        self._native.take_lines(ALL_OPS, True, skipped_folders())
+
+    def ended_pass(self, count: int) -> None:
+        """A pass has ended; the next one has this number, counted from 0."""
+        on = self._always or count & (count - 1) == 0
+        self._native.take_lines(ALL_OPS if on else MARKED_OPS, on, skipped_folders())
+
+    def end(self) -> None:
+        """The budget closes."""
+        self._native.take_lines(NO_OP, False, skipped_folders())
+
+    def lines(self) -> Sequence[SourceLine | None]:
+        """By number; None: the line is not known."""
+        return [
+            SourceLine(show(file), line, name) if line else None for file, line, name in self._native.source_lines()
+        ]
