@@ -24,7 +24,7 @@ KINDS = {
 }
 BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
 """Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw: a batch that was loaded."""
-OUTSIDE, IN_BACKWARD, UNKNOWN_MODULE = "(outside of modules)", "(backward)", "(module not recorded)"
+OUTSIDE, IN_BACKWARD, UNKNOWN_MODULE = "(outside of modules)", "(backward)", "(not recorded)"
 UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
 
 Row = tuple[int, int, int, bool, int, str, int, int, int, bool]

@@ -8,7 +8,8 @@ a buffer of the last n results from n; a leak's number grows without an end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,7 +104,7 @@ class _Growth:
 
 
 class Leaks:
-    """The leaks of one budget. One thread at a time.
+    """The leaks of one budget.
 
     Known limitations: tensors under 64 KiB, and loops without a backward, are not looked at. A history that is kept on
     purpose is told like a leak, until it has reached its length.
@@ -114,9 +115,14 @@ class Leaks:
         self._before = native.passes_ended()
         self._ended = self._before
         self._ops: dict[str, _Growth] = {}
+        self._lock = threading.Lock()  # the telemetry's thread reads
 
     def look(self) -> None:
         """A pass has ended."""
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
         self._ended = self._native.passes_ended()
         found = {op: rest for op, *rest in self._native.survivors(MARKED)}
         for op in list(self._ops):
@@ -127,16 +133,19 @@ class Leaks:
             growth.take(self._ended, births, held)
             growth.away, growth.places = away, places
 
-    def found(self, lines: Sequence[SourceLine | None]) -> list[Leak]:
+    def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
 
         Args:
-            lines: by number.
+            known: the lines by number.
         """
+        with self._lock:
+            leaking = [(op, growth) for op, growth in self._ops.items() if growth.is_leak(self._ended)]
+            return self._by_line(leaking, known()) if leaking else []
+
+    def _by_line(self, leaking: list[tuple[str, _Growth]], lines: Sequence[SourceLine | None]) -> list[Leak]:
         by_line: dict[tuple[SourceLine | None, str], list[tuple[str, _Growth, int]]] = {}
-        for op, growth in self._ops.items():
-            if not growth.is_leak(self._ended):
-                continue
+        for op, growth in leaking:
             known = [(size, line, module) for line, module, size in growth.places if line and lines[line]]
             modules = [(size, line, module) for line, module, size in growth.places if module]
             line = lines[max(known)[1]] if known else None

@@ -28,6 +28,10 @@ class Native(Protocol):
     def source_lines(self) -> list[tuple[str, int, str]]: ...
 
 
+MOST_LIKE = 4096
+"""Ops and sizes whose lines are kept for tensors like theirs."""
+
+
 @dataclass(frozen=True)
 class SourceLine:
     """A line of the program.
@@ -84,6 +88,7 @@ class TakenLines:
     def __init__(self, native: Native, *, always: bool) -> None:
         self._native = native
         self._always = always
+        self._known = KnownLines(native)
 
     def begin(self) -> None:
         """A budget opens: its first pass is recorded."""
@@ -100,6 +105,28 @@ class TakenLines:
 
     def lines(self) -> Sequence[SourceLine | None]:
         """By number; None: the line is not known."""
-        return [
-            SourceLine(show(file), line, name) if line else None for file, line, name in self._native.source_lines()
-        ]
+        return self._known.all()
+
+
+class KnownLines:
+    """The lines that were recorded."""
+
+    def __init__(self, native: Native) -> None:
+        self._native = native
+        self._lines: list[SourceLine | None] = []
+        self._like: dict[tuple[str | None, int], set[str]] = {}
+
+    def all(self) -> Sequence[SourceLine | None]:
+        """By number; None: the line is not known."""
+        new = self._native.source_lines()[len(self._lines) :]
+        self._lines += [SourceLine(show(file), line, name) if line else None for file, line, name in new]
+        return self._lines
+
+    def of(self, number: int, op: str | None, size: int) -> str | None:
+        """The line of a tensor in words; where it was not recorded, the lines of those of its op and size."""
+        like = self._like.setdefault((op, size), set()) if len(self._like) < MOST_LIKE else set()
+        if number:
+            line = str(self.all()[number])
+            like.add(line)
+            return line
+        return " or ".join(sorted(like)) if 0 < len(like) <= 2 else None

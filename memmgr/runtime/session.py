@@ -24,6 +24,7 @@ from memmgr.observe.leaks import Leaks
 from memmgr.observe.memory_inventory import Stock, live_tensors, saved_without_hooks
 from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.roles import OWNERS, Purposes
+from memmgr.observe.slowness import is_slow, why_slow
 from memmgr.observe.source_lines import TakenLines
 from memmgr.observe.stats import PagerFigures
 from memmgr.observe.summary import report as report_end
@@ -90,6 +91,8 @@ class PagerRuntime:
             self._readers.escaped,
             lambda: self._ranker.rankings,
             lambda: self._steps.count,
+            self.leak_texts,
+            lambda: self._holders(0),
         )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
         self._file = TraceFile(config.trace, config.trace_pass, self.telemetry) if config.trace is not None else None
@@ -117,6 +120,7 @@ class PagerRuntime:
         self._holdings = Holdings(self.native, self.telemetry.modules.name, self._lines.lines, lambda: self.passes.line)
         self._stock: Stock | None = None
         self._open = False
+        self._no_plan = ""  # why there is no plan
         self._final: dict[str, Any] | None = None
         self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
 
@@ -238,6 +242,8 @@ class PagerRuntime:
                 self.passes.resident_peak = 0  # of the time before the budget
 
     def _happened(self, what: str, **fields: Any) -> None:
+        if what == "no_plan":
+            self._no_plan = str(fields.get("text", ""))
         self.telemetry.happened(what, **fields)
 
     @property
@@ -285,7 +291,11 @@ class PagerRuntime:
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
             log = self.telemetry.log_path
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
-            more = [*self.leak_texts(), *left]
+            slow = []
+            if is_slow(self._final):
+                reason = "the next line says at which op passes left the plan" if left else self._no_plan
+                slow = [why_slow(self._final, binary=self.config.binary, reason=reason)]
+            more = [*slow, *left, *self.leak_texts()]
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)
         for text in (
             *self.telemetry.complaints(),
@@ -314,9 +324,12 @@ class PagerRuntime:
     def explain(self, top: int) -> Explanation:
         """The holders of memory, and the leaks (`memmgr.explain`)."""
         self._leaks.look()
+        return self._holders(top)
+
+    def _holders(self, top: int) -> Explanation:
         now = self.native.stats()
         return self._holdings.explain(
-            self._leaks.found(self._lines.lines()),
+            self._leaks.found(self._lines.lines),
             small_bytes=max(0, now["resident_bytes.current"] - now["resident_cell_bytes"]),
             top=top,
             binary=self.config.binary,
@@ -325,7 +338,7 @@ class PagerRuntime:
     def leak_texts(self) -> list[str]:
         """A sentence about each of the largest leaks."""
         modules, binary = self.telemetry.modules.name, self.config.binary
-        found = self._leaks.found(self._lines.lines())[:MOST_LEAKS]
+        found = self._leaks.found(self._lines.lines)[:MOST_LEAKS]
         return [leak.text(binary=binary, module=modules(leak.module)) for leak in found]
 
     def put_below(self, tensor: torch.Tensor) -> None:

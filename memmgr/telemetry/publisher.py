@@ -20,15 +20,19 @@ from typing import Any, Protocol
 
 import torch
 
-from memmgr.common.threads import join
+from memmgr.common.threads import Rationed, join
+from memmgr.observe.holdings import Explanation
+from memmgr.observe.qualified_names import Named, by_storage
 from memmgr.observe.ranks import where_in_job
+from memmgr.observe.roles import OWNERS, Purpose
+from memmgr.observe.source_lines import KnownLines
 
 from . import modules as modules_
 from . import stream
 from .consumers import Consumer, Log, Reader, dumps, log_path
-from .modules import Modules
+from .modules import BACKWARD, GRADIENTS, PLACES, Modules
 
-SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
+SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4, "names": 3e-4}
 """The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
 """
 
@@ -38,8 +42,9 @@ WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of t
 MAP_STATES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")  # in the order of `memory_map`
 GONE = ("present", "evicted", "offloaded")
 MOST_READERS = 8
+MOST_HOLDERS = 20  # of a log's line
 CLOSING_SECONDS = 0.2  # for readers to take the last lines
-_CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving".split()
+_CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving storage line".split()
 
 
 class About(Protocol):
@@ -56,6 +61,9 @@ class About(Protocol):
     def look(self) -> None:
         """Finds the owners of tensors, for the next samples."""
 
+    def explain(self) -> Explanation:
+        """The holders of memory."""
+
 
 class Native(modules_.Native, Protocol):
     """The functions that are used of the native half."""
@@ -65,6 +73,9 @@ class Native(modules_.Native, Protocol):
     def watch_cells(self, limit: int) -> tuple[list[tuple[Any, ...]], dict[int, tuple[int, int, int]]]: ...
     def memory_map(self, columns: int) -> tuple[int, list[tuple[int, ...]]]: ...
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
+    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+    def source_lines(self) -> list[tuple[str, int, str]]: ...
 
 
 _open: set[Telemetry] = set()
@@ -97,6 +108,9 @@ class Telemetry:
         self._thread: threading.Thread | None = None
         self._stop = False
         self._names_always = False
+        self._named: dict[int, Named] = {}
+        self._look_for_names = Rationed(SHARES["names"], self._find_names)
+        self._lines = KnownLines(native)
         self._ending: dict[str, Any] | None = None
         self._begun = time.perf_counter()
         self._not_before: dict[str, float] = {}
@@ -310,7 +324,8 @@ class Telemetry:
             consumer.look(sample)
             consumer.send(data, sample=True)
             consumer.due = now + consumer.interval_seconds
-        self._pace("sample", begun, now)
+        if not any(consumer.hurries for consumer in self._consumers()):
+            self._pace("sample", begun, now)
         if now >= self._not_before.get("events", 0.0):
             begun = time.thread_time()
             self._gather()
@@ -326,6 +341,8 @@ class Telemetry:
                 for consumer in wanting:
                     consumer.send(data)
                     consumer.had(kind)
+                    if kind == "cells" and consumer.explains:
+                        consumer.put(self._explained())
                 self._pace(kind, begun, now)
 
     def _pace(self, kind: str, begun: float, now: float) -> None:
@@ -378,11 +395,14 @@ class Telemetry:
         return {"type": "sample", "seconds": self._now(), **self._about.sample()}
 
     def _cells(self, wanting: list[Consumer]) -> dict[str, Any]:
+        self._look_for_names()
         rows, modules = self._native.watch_cells(max(consumer.cells for consumer in wanting))
         cells = []
         for row in rows:
             cell = dict(zip(_CELL, row, strict=True))
             cell["state"] = GONE[cell["state"]]
+            cell["line"] = self._lines.of(cell["line"], cell["op"], cell["bytes"])
+            cell["name"] = self._name_of(cell.pop("storage"), cell["module"])
             cell["module"] = self.modules.name(cell["module"])
             cells.append(cell)
         shares: dict[str, list[int]] = {}
@@ -400,6 +420,33 @@ class Telemetry:
             "cells": cells,
             "modules": by_module[: max(consumer.modules for consumer in wanting)],
         }
+
+    def _find_names(self) -> None:
+        self._named = by_storage(self._native, self._native.objects_of(OWNERS))
+
+    def _name_of(self, storage: int, place: int) -> str | None:
+        """A gradient's storage may have been another tensor's since its name was found: the pager knows where it was made."""
+        named = self._named.get(storage) if place <= len(PLACES) else None
+        if named is None or (named.purpose is Purpose.GRADIENT and place not in (BACKWARD, GRADIENTS)):
+            return None
+        return named.name
+
+    def _explained(self) -> dict[str, Any]:
+        found = self._about.explain()
+        rows = [
+            {
+                "kind": holder.kind,
+                "name": holder.name,
+                "module": holder.module,
+                "line": holder.where,
+                "bytes": holder.bytes,
+                "away_bytes": holder.away_bytes,
+                "count": holder.count,
+            }
+            for holder in found.now[:MOST_HOLDERS]
+        ]
+        lines = dict(list(found.by_line().items())[:MOST_HOLDERS])
+        return {"type": "explained", "seconds": self._now(), "holders": rows, "lines": lines}
 
     def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
         span, columns = self._native.memory_map(max(consumer.columns for consumer in wanting))

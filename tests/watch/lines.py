@@ -108,7 +108,7 @@ def cells() -> dict[str, Any]:
             cell(1_048_576),
             cell(1_048_570, state="evicted", module="Net.second.1", op_seconds=0.004),
             cell(900_000, state="offloaded", op="aten.addmm.default", module="Net.first.0", recomputable=False),
-            cell(800_000, held=True, op=None, module=None),
+            cell(800_000, held=True, op=None, module="(optimizer states)", name="exp_avg of blocks.0.weight", line="train.py:41"),
             cell(700_000, copy=True, op="aten.native_dropout.default", module="Net." + "deep." * 12 + "end"),
             cell(600_000, state="evicted", arriving=True, age_seconds=70.0),
         ],

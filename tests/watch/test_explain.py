@@ -213,17 +213,17 @@ def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
         pager.passes = i + 1
         pager.rows = [("aten::mm", list(range(i)), 100 * i, 0, [(0, 0, 100 * i)])]
         leaks.look()
-        assert bool(leaks.found([None])) == (i == PASSES)
-    (leak,) = leaks.found([None])
+        assert bool(leaks.found(lambda: [None])) == (i == PASSES)
+    (leak,) = leaks.found(lambda: [None])
     assert (leak.bytes_per_pass, leak.held_bytes, leak.line) == (100, 100 * PASSES, None)
     assert "from a line that is not known (mm)" in leak.text()
     for _ in range(3):  # nothing is added any more
         pager.passes += 1
         leaks.look()
-    assert not leaks.found([None])
+    assert not leaks.found(lambda: [None])
     pager.rows = [("aten::mm", [0, 1, pager.passes - 2], 300, 0, [])]
     leaks.look()
-    assert not leaks.found([None])
+    assert not leaks.found(lambda: [None])
 
 
 def test_explain_without_a_budget_is_an_error() -> None:

@@ -59,9 +59,18 @@ const ListensToCells listens_to_ends({&note_end, nullptr});
 void begin_life_locked(Cell* c, Maker maker) {
   c->birth = {maker.op, passes_ended.load(std::memory_order_relaxed), 0, maker.line, false};
   if (c->small) return;
-  c->birth.module = current_module();
+  c->birth.module = current_place();
   c->birth.backward = torch::autograd::get_current_graph_task_id() != -1;
   log_locked(c, false);
+}
+
+Origin origin_of_locked(const Cell* c) {
+  const Recipe* r = c->version ? c->version->recipe : nullptr;
+  const OpInfo* op = r ? r->info : c->birth.op;
+  if (c->purpose != Purpose::kOther) return {op, kParameters + static_cast<uint32_t>(c->purpose) - 1};
+  const uint32_t module = r && r->module ? r->module : c->birth.module;
+  if (c->birth.backward && module <= kOutside) return {op, kBackward};
+  return {op, module || op ? module : uint32_t{kData}};
 }
 
 void log_births(bool on) {

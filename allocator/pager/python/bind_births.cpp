@@ -39,9 +39,9 @@ PyObject* list_of_living(const std::vector<LivingCell>& rows) {
   for (const LivingCell& r : rows) {
     const Birth& b = r.born.birth;
     append_new(&list, Py_BuildValue("(KKKNisIIIN)", static_cast<Unsigned>(r.born.serial), r.storage,
-                             static_cast<Unsigned>(r.born.bytes), PyBool_FromLong(r.absent),
-                             static_cast<int>(r.born.purpose), op_text(b.op).c_str(), b.module, b.line, b.pass,
-                             PyBool_FromLong(b.backward)));
+                                    static_cast<Unsigned>(r.born.bytes), PyBool_FromLong(r.absent),
+                                    static_cast<int>(r.born.purpose), op_text(b.op).c_str(), b.module, b.line, b.pass,
+                                    PyBool_FromLong(b.backward)));
   }
   return list;
 }
@@ -112,7 +112,8 @@ PyObject* py_survivors(PyObject*, PyObject* mark) {
     if (s.passes.size() < 2) continue;
     if (op && s.passes.size() >= least) const_cast<OpInfo*>(op)->marked.store(true);
     PyObject* places = PyList_New(0);
-    for (const auto& [place, bytes] : s.places) append_new(&places, Py_BuildValue("(IIK)", place.first, place.second, bytes));
+    for (const auto& [place, bytes] : s.places)
+      append_new(&places, Py_BuildValue("(IIK)", place.first, place.second, bytes));
     PyObject* passes = PyList_New(0);
     for (const uint32_t pass : s.passes) append_new(&passes, PyLong_FromUnsignedLong(pass));
     append_new(&list, Py_BuildValue("(sNKKN)", op_text(op).c_str(), passes, s.bytes, s.absent, places));

@@ -14,6 +14,7 @@
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/tensors.h"
+#include "cells/births.h"
 #include "cells/cell.h"
 #include "cells/cell_bytes.h"
 #include "cells/copies.h"
@@ -195,7 +196,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       c->absence = Absence::kOffloaded;
     }
     if (drop) cancel_write_locked(c, &cancelled);
-    note_event(drop ? Event::kEvict : Event::kOffload, c->version ? c->version->recipe : nullptr, c->nbytes, 0);
+    note_event_of_locked(drop ? Event::kEvict : Event::kOffload, c, c->nbytes, 0);
     const bool pages = in_mapping(c);
     if (pages) note_sample_locked(c);
     bytes = go_away_locked(c, storage.get());
