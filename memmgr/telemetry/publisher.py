@@ -36,6 +36,9 @@ SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders"
 """The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
 """
 
+LOG_SHARE = 0.02
+"""The same for the cells of a log, which asks for them two dozen times at most."""
+
 EVENTS_SECONDS = 0.5  # least time between two lines of events: each line is a sum over many small events
 
 WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of the pager's `Event`
@@ -325,13 +328,13 @@ class Telemetry:
             consumer.send(data, sample=True)
             consumer.due = now + consumer.interval_seconds
         if not any(consumer.hurries for consumer in self._consumers()):
-            self._pace("sample", begun, now)
+            self._pace("sample", begun, now, SHARES["sample"])
         if now >= self._not_before.get("events", 0.0):
             begun = time.thread_time()
             self._gather()
             for consumer in self._consumers():
                 consumer.put_collected(self._now())
-            self._pace("events", begun, now)
+            self._pace("events", begun, now, SHARES["events"])
             self._not_before["events"] = max(self._not_before["events"], now + EVENTS_SECONDS)
         for kind, make in (("cells", self._cells), ("map", self._map), ("holders", self._holders)):
             wanting = [consumer for consumer in due if kind in consumer.wants]
@@ -343,10 +346,11 @@ class Telemetry:
                     consumer.had(kind)
                     if kind == "cells" and consumer.explains:
                         consumer.put(self._explained())
-                self._pace(kind, begun, now)
+                log = any(consumer.explains for consumer in wanting)  # it asks for few lines
+                self._pace(kind, begun, now, LOG_SHARE if log else SHARES[kind])
 
-    def _pace(self, kind: str, begun: float, now: float) -> None:
-        self._not_before[kind] = now + (time.thread_time() - begun) / SHARES[kind]
+    def _pace(self, kind: str, begun: float, now: float, share: float) -> None:
+        self._not_before[kind] = now + (time.thread_time() - begun) / share
 
     def _gather(self) -> None:
         """Adds the events since the last call to the sums of all consumers."""

@@ -73,7 +73,6 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "addmm",
         "1.3 s",
         "(waiting for room)",
-        "(not recorded)",
         "exp_avg of blocks.0.weight",
         "train.py:41",
         "Where the time went: recomputing 15.0%, waiting 5.0% (for reads 5.0%, for room 0.0%)",

@@ -102,6 +102,8 @@ class TopApp(App[None]):
         self._paused = False
         self._silent = 0
         self._columns: tuple[Any, ...] = ()
+        self._rows: list[tuple[str, ...]] = []
+        self._above = self._beside = Text()
 
     def compose(self) -> ComposeResult:
         yield Vertical(
@@ -172,8 +174,12 @@ class TopApp(App[None]):
             [*text.legend(text.SPACE, glyphs), (text.age(watched, watched.map), text.STYLES["leaving"])],
         ]
         shown = Text("\n", no_wrap=True, end="").join(Text.assemble(*line) for line in lines)
-        self.query_one("#above", Static).update(shown)
-        self.query_one("#bar", Static).update(self._bar(watched))
+        bar = self._bar(watched)
+        if shown != self._above:
+            self.query_one("#above", Static).update(shown)
+        if bar != self._beside:
+            self.query_one("#bar", Static).update(bar)
+        self._above, self._beside = shown, bar
         self._fill(watched)
 
     def _more_rows(self) -> int:
@@ -216,6 +222,9 @@ class TopApp(App[None]):
         wide = "what" if "what" in head else "module" if "module" in head else head[0]
         widths = tuple(max(8, w + spare) if name == wide else w for name, w in zip(head, widths, strict=True))
         columns = (head, widths)
+        if columns == self._columns and rows == self._rows:
+            return  # a table that is filled again is drawn again
+        self._rows = rows
         cursor, scroll = table.cursor_row, table.scroll_y
         if columns != self._columns:
             table.clear(columns=True)

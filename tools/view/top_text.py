@@ -288,7 +288,7 @@ _ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "size": lambda cell: -cell["bytes"],
     "age": lambda cell: -cell["age_seconds"],
     "cost": lambda cell: -cell["op_seconds"],
-    "module": lambda cell: str(cell["module"] or "~"),
+    "module": lambda cell: str(cell["module"] or "~").replace("(", "~", 1),  # places that are no module come last
     "op": lambda cell: str(cell["op"] or "~"),
     "state": lambda cell: state_of(cell),
 }
