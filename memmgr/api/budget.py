@@ -401,7 +401,7 @@ def last() -> PagerRuntime | None:
 
 
 def explain(top: int = 10) -> Explanation:
-    """Who holds the memory of the open budget: now, at the peak, by module and by source line; and its leaks.
+    """Explains the memory of the open budget: its holders now and at the peak, by module and by source line, and its leaks.
 
     `print(memmgr.explain())` shows tables. A leak is memory that outlives its pass in one pass after the other; after five
     of them it is in `leaks`, with its line.

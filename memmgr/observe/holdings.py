@@ -1,4 +1,4 @@
-"""Who holds the memory: the large tensors now and at the peak, by holder, by module and by source line."""
+"""The holders of the memory: the large tensors now and at the peak, by name, by module and by source line."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ KINDS = {
 BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
 """Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw: a batch that was loaded."""
 OUTSIDE, IN_BACKWARD, UNKNOWN_MODULE = "(outside of modules)", "(backward)", "(not recorded)"
+NO_MODULE = "(loaded or older data)"
 UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
 
 Row = tuple[int, int, int, bool, int, str, int, int, int, bool]
@@ -80,9 +81,9 @@ class Explanation:
 
     Attributes:
         now: the holders now, the largest first.
-        peak: those of the highest moment of the last pass whose births were recorded, the largest first; `away_bytes` are
+        peak: the holders at the highest moment of the last pass whose births were recorded, the largest first; `away_bytes` are
             not known for them. Empty before the first backward has ended.
-        leaks: what grows from step to step, the largest first.
+        leaks: tensors that grow from step to step, the largest first.
         small_bytes: bytes of tensors under 64 KiB and of workspaces now: they are in no row.
     """
 
@@ -117,8 +118,11 @@ class Explanation:
             ]
             lines += _table(("bytes", "", "tensors", "kind", "name", "module", "line"), rows)
             for name, sums in (("module", self.by_module(peak=peak)), ("line", self.by_line(peak=peak))):
-                rows = [(size(count), f"{count / max(whole, 1):.0%}", text) for text, count in sums.items()]
-                lines += _table(("bytes", "", f"by {name}"), rows[: self.top])
+                most = list(sums.items())[: self.top]
+                lines += _table(
+                    ("bytes", "", f"by {name}"),
+                    [(size(count), f"{count / max(whole, 1):.0%}", text) for text, count in most],
+                )
         lines.append(f"small tensors and workspaces: {size(self.small_bytes)}")
         return "\n".join(lines)
 
@@ -194,7 +198,8 @@ class Holdings:
                 kind = KINDS.get(Purpose(purpose)) or (BACKWARD if backward else RESULT if op else DATA)
                 kind = RECIPES if ended and not storage else kind
                 text = op.removeprefix("aten::") or "made by no op"
-                where = self._module(module) or (IN_BACKWARD if backward else _place(at))
+                where = IN_BACKWARD if backward else self._module(module) or _place(at)
+                where = where if op else NO_MODULE
             one = Holder(kind, text, where, at, size, size if absent else 0, 1, bool(op))
             key = kind, text, where, at
             sum_ = found.get(key)

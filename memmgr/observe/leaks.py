@@ -124,11 +124,12 @@ class Leaks:
 
     def _look(self) -> None:
         self._ended = self._native.passes_ended()
-        found = {op: rest for op, *rest in self._native.survivors(MARKED)}
+        found = self._native.survivors(MARKED)
+        seen = {row[0] for row in found}
         for op in list(self._ops):
-            if op not in found:
+            if op not in seen:
                 del self._ops[op]
-        for op, (births, held, away, places) in found.items():
+        for op, births, held, away, places in found:
             growth = self._ops.setdefault(op, _Growth())
             growth.take(self._ended, births, held)
             growth.away, growth.places = away, places

@@ -1,4 +1,4 @@
-"""Why a run is slow, in words: where its time went, and the one change that would help most."""
+"""Explains a slow run in words: the shares of its time, and the one change that would help most."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Losses:
 
     @property
     def whole(self) -> float:
-        """Of the time; copies run beside the ops, and are not in it."""
+        """The share of the time; copies run beside the ops, and are not in it."""
         return self.recompute + self.reads + self.room + self.per_op
 
     @property

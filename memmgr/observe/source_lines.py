@@ -1,4 +1,4 @@
-"""Which ops are recorded with the source line that called them, and the lines in words.
+"""Source lines: the ops that are recorded with the line that called them, and the lines in words.
 
 The pager looks a line up when an op has made a large tensor: about a microsecond. By default it does so in some passes
 only: the first two, and those whose number is a power of two.
@@ -6,26 +6,31 @@ only: the first two, and those whose number is a power of two.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Protocol
 
 import torch
-
-import memmgr
 
 NO_OP, MARKED_OPS, ALL_OPS = 0, 1, 2
 """The values are those of `allocator/pager/base/source_lines.h`."""
 
 
-class Native(Protocol):
+class Recorded(Protocol):
+    """The function of the pager that has the lines."""
+
+    def source_lines(self) -> list[tuple[str, int, str]]: ...
+
+
+class Native(Recorded, Protocol):
     """The functions that are used of the pager."""
 
     def take_lines(self, mode: int, log: bool, folders: tuple[str, ...]) -> None: ...
-    def source_lines(self) -> list[tuple[str, int, str]]: ...
 
 
 MOST_LIKE = 4096
@@ -49,11 +54,12 @@ class SourceLine:
         return f"{self.file}:{self.line}"
 
 
+@functools.cache
 def skipped_folders() -> tuple[str, ...]:
-    """The folders, and files, of functions that are not the program's: torch's, memmgr's, and what wraps functions."""
+    """The folders, and files, of functions that are not the program's: torch's, memmgr's, and decorators of Python's library."""
     library = sysconfig.get_paths()["stdlib"]
     of_python = [os.path.join(library, name) for name in ("contextlib.py", "functools.py", "threading.py", "runpy.py")]
-    packages = [os.path.dirname(str(torch.__file__)), os.path.dirname(str(memmgr.__file__))]
+    packages = [os.path.dirname(str(torch.__file__)), os.path.dirname(os.path.dirname(__file__))]
     return (*(package + os.sep for package in packages), *of_python)
 
 
@@ -66,13 +72,11 @@ def show(file: str) -> str:
 def of_caller() -> SourceLine | None:
     """The line of the program that this thread is at."""
     skipped = skipped_folders()
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith((*skipped, "<frozen")):
             return SourceLine(show(code.co_filename), frame.f_lineno, getattr(code, "co_qualname", code.co_name))
-        if frame.f_back is None:
-            return None
         frame = frame.f_back
     return None
 
@@ -111,7 +115,7 @@ class TakenLines:
 class KnownLines:
     """The lines that were recorded."""
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Recorded) -> None:
         self._native = native
         self._lines: list[SourceLine | None] = []
         self._like: dict[tuple[str | None, int], set[str]] = {}

@@ -41,7 +41,6 @@ class Consumer:
     interval_seconds = 1.0
     cells = 50
     modules = 200
-    hurries = False
     explains = False
     """It gets the holders of memory with each line of cells."""
     columns = 200
@@ -64,6 +63,11 @@ class Consumer:
 
     def look(self, sample: dict[str, Any]) -> None:
         """Called with the sample that it is about to get: the kinds that it needs may depend on it."""
+
+    @property
+    def hurries(self) -> bool:
+        """Samples are due at their time, at any cost."""
+        return False
 
     def had(self, kind: str) -> None:
         """Records that a line of this kind was sent."""
@@ -137,7 +141,7 @@ class Log(Consumer):
     FIRST_SECONDS = 0.05
     DOUBLED_AFTER = 1000
     HURRIED, A_PASS, LEAST_SECONDS = 200, 10, 0.004
-    """The first samples follow the passes, so many to a pass, whatever they cost: a short run has a curve, too."""
+    """The first samples follow the passes, ten to a pass at any cost: a short run has a curve, too."""
     GROWN = 1.1
     MOST_CELL_LINES = 24
     cells = 20
@@ -180,7 +184,7 @@ class Log(Consumer):
 
     @property
     def hurries(self) -> bool:
-        """Samples are due at their time, whatever they cost."""
+        """Samples are due at their time, at any cost."""
         return self._samples < self.HURRIED
 
     def had(self, kind: str) -> None:

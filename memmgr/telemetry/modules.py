@@ -18,7 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memmgr.observe.memory_inventory import model_states, size_of
 from memmgr.observe.qualified_names import LivingPaths
 
-PLACES = ("(outside of modules)", "(backward)", "(parameters)", "(gradients)", "(optimizer states)", "(loaded data)")
+PLACES = (
+    "(outside of modules)",
+    "(backward)",
+    "(parameters)",
+    "(gradients)",
+    "(optimizer states)",
+    "(loaded or older data)",
+)
 """Places that are no module, by their numbers from 1 on: `NoModule` in `allocator/pager/base/module_of_op.h`."""
 BACKWARD, GRADIENTS = 1 + PLACES.index("(backward)"), 1 + PLACES.index("(gradients)")
 

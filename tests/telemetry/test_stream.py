@@ -14,6 +14,7 @@ import torch
 import memmgr
 from memmgr.telemetry import stream
 from memmgr.telemetry.consumers import QUEUE_LINES, Reader, dumps
+from memmgr.telemetry.modules import PLACES
 from memmgr.telemetry.publisher import MAP_STATES, MOST_READERS
 
 from .reading import LIMIT, Watching, manager, training, wait_until
@@ -282,5 +283,7 @@ def test_all_cells_and_events_have_a_name() -> None:
     of_states = {cell["name"] for cell in cells if cell["name"] and cell["name"].endswith("weight")}
     names = {f"{block}.{layer}.weight" for block in ("first", "second", "more.0", "more.1") for layer in (0, 2)}
     assert of_states == {f"{kind}{n}" for kind in ("", "gradient of ", "exp_avg of ", "exp_avg_sq of ") for n in names}
-    assert not [cell for cell in cells if cell["name"] is None and (cell["op"] is None or cell["module"] is None)]
+    others = {(cell["op"], cell["module"]) for cell in cells if cell["name"] is None}
+    assert all(op is not None or module == PLACES[-1] for op, module in others), others
+    assert None not in {module for _, module in others}
     assert not [item for item in events if item["module"] is None and item["what"] != "stall"]

@@ -109,7 +109,7 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
 
 
 def _why(watched: RunState) -> str:
-    """The first paragraph: where the time went and what to change, in sentences."""
+    """The first paragraph: the shares of the time and the change that would help most, in sentences."""
     reasons = [text.partition(": ")[2] for _, text in watched.plans if text.startswith(("no plan", "left plan"))]
     text = clean(why_slow(watched.stats, binary=watched.binary, reason=reasons[-1] if reasons else ""))
     return ". ".join(part[0].upper() + part[1:] for part in text.split("; ") if part) + "."

@@ -369,7 +369,7 @@ def name_of(key: str, name: Any) -> str:
 
 
 def origin(op: Any, module: Any, name: Any = None) -> str:
-    """What a tensor is: the name of a parameter or state, else its op, else the place that it comes from."""
+    """A tensor in words: the name of a parameter or state, else its op, else the place that it comes from."""
     if name is not None:
         return clean(str(name))
     return name_of("module", module) if op is None and str(module).startswith("(") else name_of("op", op)

@@ -68,9 +68,9 @@ Origin origin_of_locked(const Cell* c) {
   const Recipe* r = c->version ? c->version->recipe : nullptr;
   const OpInfo* op = r ? r->info : c->birth.op;
   if (c->purpose != Purpose::kOther) return {op, kParameters + static_cast<uint32_t>(c->purpose) - 1};
+  if (!op) return {op, kData};
   const uint32_t module = r && r->module ? r->module : c->birth.module;
-  if (c->birth.backward && module <= kOutside) return {op, kBackward};
-  return {op, module || op ? module : uint32_t{kData}};
+  return {op, c->birth.backward && module <= kOutside ? uint32_t{kBackward} : module};
 }
 
 void log_births(bool on) {
