@@ -24,8 +24,7 @@ KINDS = {
 }
 BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
 """Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw: a batch that was loaded."""
-OUTSIDE, IN_BACKWARD, UNKNOWN_MODULE = "(outside of modules)", "(backward)", "(not recorded)"
-NO_MODULE = "(loaded or older data)"
+IN_BACKWARD, UNKNOWN_MODULE, NO_MODULE = "(backward)", "(not recorded)", "(loaded or older data)"
 UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
 
 Row = tuple[int, int, int, bool, int, str, int, int, int, bool]
@@ -198,21 +197,17 @@ class Holdings:
                 kind = KINDS.get(Purpose(purpose)) or (BACKWARD if backward else RESULT if op else DATA)
                 kind = RECIPES if ended and not storage else kind
                 text = op.removeprefix("aten::") or "made by no op"
-                where = IN_BACKWARD if backward else self._module(module) or _place(at)
+                where = (
+                    IN_BACKWARD
+                    if backward
+                    else self._module(module) or (at[0].place if len(at) == 1 else UNKNOWN_MODULE)
+                )
                 where = where if op else NO_MODULE
             one = Holder(kind, text, where, at, size, size if absent else 0, 1, bool(op))
             key = kind, text, where, at
             sum_ = found.get(key)
             found[key] = one if sum_ is None else _added(sum_, one)
         return tuple(sorted(found.values(), key=lambda holder: -holder.bytes))
-
-
-def _place(lines: Sequence[SourceLine]) -> str:
-    """The function that the line is in, where modules are not recorded."""
-    if len(lines) != 1:
-        return UNKNOWN_MODULE
-    function = lines[0].function
-    return OUTSIDE if function == "<module>" else function if function.endswith(".forward") else f"{function}()"
 
 
 def _added(one: Holder, other: Holder) -> Holder:

@@ -37,6 +37,9 @@ MOST_LIKE = 4096
 """Ops and sizes whose lines are kept for tensors like theirs."""
 
 
+OUTSIDE = "(outside of modules)"
+
+
 @dataclass(frozen=True)
 class SourceLine:
     """A line of the program.
@@ -52,6 +55,13 @@ class SourceLine:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def place(self) -> str:
+        """The function that the line is in, for tensors whose module was not recorded."""
+        if self.function == "<module>":
+            return OUTSIDE
+        return self.function if self.function.endswith(".forward") else f"{self.function}()"
 
 
 @functools.cache
@@ -125,6 +135,11 @@ class KnownLines:
         new = self._native.source_lines()[len(self._lines) :]
         self._lines += [SourceLine(show(file), line, name) if line else None for file, line, name in new]
         return self._lines
+
+    def place(self, number: int) -> str | None:
+        """The function of a line."""
+        line = self.all()[number] if number else None
+        return line.place if line is not None else None
 
     def of(self, number: int, op: str | None, size: int) -> str | None:
         """The line of a tensor in words; where it was not recorded, the lines of those of its op and size."""

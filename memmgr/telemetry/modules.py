@@ -17,9 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memmgr.observe.memory_inventory import model_states, size_of
 from memmgr.observe.qualified_names import LivingPaths
+from memmgr.observe.source_lines import OUTSIDE
 
 PLACES = (
-    "(outside of modules)",
+    OUTSIDE,
     "(backward)",
     "(parameters)",
     "(gradients)",

@@ -405,9 +405,10 @@ class Telemetry:
         for row in rows:
             cell = dict(zip(_CELL, row, strict=True))
             cell["state"] = GONE[cell["state"]]
-            cell["line"] = self._lines.of(cell["line"], cell["op"], cell["bytes"])
-            cell["name"] = self._name_of(cell.pop("storage"), cell["module"])
-            cell["module"] = self.modules.name(cell["module"])
+            place, line = cell["module"], cell["line"]
+            cell["name"] = self._name_of(cell.pop("storage"), place)
+            cell["module"] = self.modules.name(place) or self._lines.place(line)
+            cell["line"] = self._lines.of(line, cell["op"], cell["bytes"])
             cells.append(cell)
         shares: dict[str, list[int]] = {}
         for number, sums in modules.items():

@@ -285,5 +285,6 @@ def test_all_cells_and_events_have_a_name() -> None:
     assert of_states == {f"{kind}{n}" for kind in ("", "gradient of ", "exp_avg of ", "exp_avg_sq of ") for n in names}
     others = {(cell["op"], cell["module"]) for cell in cells if cell["name"] is None}
     assert all(op is not None or module == PLACES[-1] for op, module in others), others
-    assert None not in {module for _, module in others}
-    assert not [item for item in events if item["module"] is None and item["what"] != "stall"]
+    assert None not in {module for _, module in others}, others
+    unknown = {item["op"] for item in events if item["module"] is None and item["what"] != "stall"}
+    assert unknown <= {"aten.randn.default"}, "the batch is older than the reader"
