@@ -141,6 +141,7 @@ def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = ""
 
 
 def is_slow(stats: Mapping[str, Any]) -> bool:
-    """The losses are worth a line."""
+    """The losses are worth a line. Where all tensors fitted they are not: more budget would change nothing."""
     found = losses(stats)
-    return int(stats["budget_bytes"]) < UNLIMITED and max(found.whole, found.copies) >= WORTH_SAYING
+    fitted = int(stats["unmanaged_peak_bytes"]) <= int(stats["budget_bytes"])
+    return not fitted and max(found.whole, found.copies) >= WORTH_SAYING

@@ -63,3 +63,4 @@ def test_one_sentence_has_all_of_it() -> None:
     assert is_slow(_stats())
     assert not is_slow(_stats(recompute_seconds=0.0, stall_seconds=0.1, own_seconds=0.1))
     assert not is_slow(_stats(budget_bytes=UNLIMITED))
+    assert not is_slow(_stats(unmanaged_peak_bytes=1)), "all of it fitted"
