@@ -9,7 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api.budget import budget, stats
+    from .api.budget import budget, explain, stats
     from .api.manage import ManagedTensor, manage
     from .api.pin import pin
     from .common.errors import BudgetError, RankError, RecomputeError
@@ -23,6 +23,7 @@ __all__ = [
     "RecomputeError",
     "__version__",
     "budget",
+    "explain",
     "manage",
     "pin",
     "stats",
@@ -32,6 +33,7 @@ __all__ = [
 # modules are loaded at their first use, so that only programs that use them pay for it.
 _HOMES = {
     "budget": "api.budget",
+    "explain": "api.budget",
     "stats": "api.budget",
     "BudgetError": "common.errors",
     "RankError": "common.errors",

@@ -25,6 +25,7 @@ KEYS = (
     "log",
     "verify",
     "prefetch",
+    "lines",
     "quiet",
     "strict",
     "trace",
@@ -119,7 +120,7 @@ def parse_conf(text: str) -> dict[str, Any]:
             folder = value
         elif key == "disk_size":
             size = value
-        elif key in ("verify", "prefetch", "quiet", "strict"):
+        elif key in ("verify", "prefetch", "lines", "quiet", "strict"):
             found[key] = _flag(key, value)
         else:
             raise _unknown(key)

@@ -104,7 +104,22 @@ def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
 
 
 def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
-    """The one knob that would help most a run that waits for model states, as a line; else none.
+    """The one knob that would help most a run that waits for model states, as a line; else none (`states_change`)."""
+    size = functools.partial(show_size, binary=binary)
+    best, found = states_change(stats, binary=binary), flows(stats)
+    if best is None or found is None:
+        return []
+    lost = (float(stats["stall_seconds"]) + float(stats["recompute_seconds"])) / float(stats["wall_seconds"])
+    ops, link = max(0.0, 1.0 - lost) * found.pass_seconds, found.moved_bytes / found.link_bytes * found.pass_seconds
+    return [
+        f"what would help most: {best[1]}, about {best[0]:.0%} less time for the same data (an estimate). Of "
+        f"{size(found.moved_bytes)} that move a pass {size(found.states_moved_bytes)} are model states; the link takes "
+        f"{show_seconds(link)} for that, the ops {show_seconds(ops)}"
+    ]
+
+
+def states_change(stats: dict[str, Any], *, binary: bool = False) -> tuple[float, str] | None:
+    """The one knob that would help most a run that waits for model states, after the share of the time that it saves.
 
     Compared are a step that is easily taken with each: no gradients kept, twice the tokens a step (where the link takes longer
     than the ops, and so could hide behind more of them), a quarter more budget, a link twice as fast.
@@ -118,10 +133,10 @@ def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     stall, recompute = float(stats["stall_seconds"]), float(stats["recompute_seconds"])
     missing = int(stats["unmanaged_peak_bytes"]) - int(stats["budget_bytes"])
     if found is None or not found.link_bytes or missing <= 0 or stall + recompute < WORTH_SAYING * wall:
-        return []
+        return None
     moved, states = found.moved_bytes, found.states_moved_bytes
     if 2 * states <= moved:
-        return []
+        return None
     lost = (stall + recompute) / wall
     ops = max(0.0, 1.0 - lost) * found.pass_seconds
     link = moved / found.link_bytes * found.pass_seconds
@@ -144,11 +159,7 @@ def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
         ),
     ]
     most = max(saved for saved, _ in knobs)
-    saved, knob = next(one for one in knobs if one[0] >= 0.8 * most)  # nearly the best, and cheaper
-    return [
-        f"what would help most: {knob}, about {saved:.0%} less time for the same data (an estimate). Of {size(moved)} that "
-        f"move a pass {size(states)} are model states; the link takes {show_seconds(link)} for that, the ops {show_seconds(ops)}"
-    ]
+    return next(one for one in knobs if one[0] >= 0.8 * most)  # nearly the best, and cheaper
 
 
 def no_change(stats: dict[str, Any], *, binary: bool = False) -> str:

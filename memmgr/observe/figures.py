@@ -135,6 +135,19 @@ FIGURES: tuple[Figure, ...] = (
     Figure("recompute_seconds", "counter", "running ops again", "pager:remat_ns", followed=True),
     Figure("stall_seconds", "counter", "waiting for reads and for room", "pager:stall_ns", followed=True),
     Figure("room_seconds", "counter", "of stall_seconds, waiting for room; the rest is for reads", "pager:room_ns"),
+    Figure(
+        "own_seconds",
+        "counter",
+        "the pager's own work for each op, measured in one op of 64; ops that it hands on at once are not in it",
+        "pager:own_ns",
+    ),
+    Figure(
+        "copy_seconds",
+        "counter",
+        "processor time of the copies to and from the tier below the CPU",
+        "tier:cpu_nanoseconds",
+    ),
+    Figure("cores", "gauge", "processors that the process may use"),
     Figure("search_seconds", "counter", "choosing victims by address, where a search does", "arena:search_nanoseconds"),
     Figure(
         "checkpoint_seconds",

@@ -13,6 +13,8 @@ import torch
 
 from memmgr.readers.patches import Patches
 
+from .source_lines import SourceLine, of_caller
+
 
 class Native(Protocol):
     """The functions that are used of the pager."""
@@ -59,6 +61,7 @@ class Passes:
         self._thread = 0  # whose was the first
         self.in_several_threads = False
         self.count = 0
+        self.line: SourceLine | None = None  # that called the last backward
         self.seconds = 0.0
         self.checkpoint_seconds = 0.0
         self.resident_peak = 0
@@ -86,6 +89,7 @@ class Passes:
             if here.get("depth", 0) or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # inside another one
             here["depth"] = 1
+            self.line = of_caller()
             with self._lock:
                 self._under_way += 1
                 self._thread = self._thread or threading.get_ident()

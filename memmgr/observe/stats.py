@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 from memmgr.policies import Policy
 
 from .figures import FIGURES
+from .holdings import Explanation
 from .passes import Passes
 from .roles import Purposes
 from .states import STATES
@@ -57,6 +59,8 @@ class PagerFigures:
         escaped: says where addresses were handed out for good, and how often (rule 9).
         rankings: says how often a policy ranked.
         steps: says how often the optimizer stepped.
+        leaks: a sentence about each leak.
+        explain: finds the holders of memory.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class PagerFigures:
         escaped: Callable[[], dict[str, int]],
         rankings: Callable[[], int],
         steps: Callable[[], int],
+        leaks: Callable[[], list[str]],
+        explain: Callable[[], Explanation],
     ) -> None:
         self._asked = asked
         self._native = native
@@ -78,6 +84,8 @@ class PagerFigures:
         self._escaped = escaped
         self._rankings = rankings
         self._steps = steps
+        self._leaks = leaks
+        self.explain = explain
         self._begun = time.perf_counter()
         self._held_peak = 0
         self._last: dict[str, Any] | None = None
@@ -102,6 +110,7 @@ class PagerFigures:
             "floor_bytes": max(now["floor_bytes"], self._held_peak),
             "unmanaged_peak_bytes": max(arena["unmanaged_peak_bytes"], passes.unmanaged_peak),
             "prefetch_hits": now["reads_ahead"] - now["late_reads"],
+            "cores": len(os.sched_getaffinity(0)),
             "wall_seconds": time.perf_counter() - self._begun,
             "checkpoint_seconds": passes.checkpoint_seconds,
             "watched_seconds": passes.seconds,
@@ -172,5 +181,6 @@ class PagerFigures:
             "unmanaged_bytes": resident + evicted + offloaded,
             "tier_bytes": self._native.tier_stats().get("used_bytes", 0),
             "largest_request_bytes": now["largest_cell_bytes"],
+            "leaks": self._leaks(),
             "total": self.stats(),
         }

@@ -41,6 +41,7 @@ class Config:
     placement: Placement = REMAP
     plan: bool = True
     prefetch: bool = True
+    lines: bool = False
     log: str | None = None
     trace: str | None = None
     trace_pass: int = 2

@@ -19,9 +19,13 @@ from memmgr.native import binding as native
 from memmgr.native.binding import Order, Pager
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes
 from memmgr.observe.explainer import Explainer
+from memmgr.observe.holdings import Explanation, Holdings
+from memmgr.observe.leaks import Leaks
 from memmgr.observe.memory_inventory import Stock, live_tensors, saved_without_hooks
 from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.roles import OWNERS, Purposes
+from memmgr.observe.slowness import is_slow, why_slow
+from memmgr.observe.source_lines import TakenLines
 from memmgr.observe.stats import PagerFigures
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
@@ -38,6 +42,9 @@ from .plans import Plans
 from .ranking import Ranker, order_of
 from .sizing import Sizing
 from .steps import SlicedSteps
+
+MOST_LEAKS = 3
+"""The leaks of which the summary and the telemetry tell."""
 
 _links: dict[tuple[Any, ...], tuple[float, float]] = {}
 """Seconds a byte, one way, to each tier that this process has had, and of the CPU."""
@@ -84,6 +91,8 @@ class PagerRuntime:
             self._readers.escaped,
             lambda: self._ranker.rankings,
             lambda: self._steps.count,
+            self.leak_texts,
+            lambda: self._holders(0),
         )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
         self._file = TraceFile(config.trace, config.trace_pass, self.telemetry) if config.trace is not None else None
@@ -103,8 +112,13 @@ class PagerRuntime:
         self.job = Job(
             self.stats, self.native, silent_seconds=config.silent_seconds, quiet=config.quiet, binary=config.binary
         )
+        self._lines = TakenLines(self.native, always=config.lines)
+        self._leaks = Leaks(self.native)
+        self._look_for_leaks = Rationed(0.002, self._leaks.look)
+        self._holdings = Holdings(self.native, self.telemetry.modules.name, self._lines.lines, lambda: self.passes.line)
         self._stock: Stock | None = None
         self._open = False
+        self._no_plan = ""  # why there is no plan
         self._final: dict[str, Any] | None = None
         self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
 
@@ -144,6 +158,7 @@ class PagerRuntime:
                 host_bytes=config.host_bytes or 0 if on_cpu else self._below or 0,
             )
             self._measure_link()
+            self._lines.begin()
             functions = self._take_stock()
             if config.limit_bytes >= UNLIMITED:  # a measuring run must be the same each time
                 gc.collect()
@@ -164,6 +179,8 @@ class PagerRuntime:
                 pager.set_limit(UNLIMITED)  # a rehearsal has numbers of its own, and the budget ends here
                 raise self._explain.too_big(pager.resident())
             self.telemetry.start()
+            if config.lines:
+                self.telemetry.name_modules(True, always=True)
             if self._order is Order.RANKED:
                 self._ranker.start()
             self._periods.begin()
@@ -215,12 +232,16 @@ class PagerRuntime:
             ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
         )
         self._purposes.ended_pass(self.passes.count)
+        self._lines.ended_pass(self.passes.count)
+        self._look_for_leaks()
         if self._final is None:  # another thread's, while the budget closes
             self._periods.ended(self.passes.count, ended.completed)
             if self._sizing is not None and self._sizing.ended(ended):
                 self.passes.resident_peak = 0  # of the time before the budget
 
     def _happened(self, what: str, **fields: Any) -> None:
+        if what == "no_plan":
+            self._no_plan = str(fields.get("text", ""))
         self.telemetry.happened(what, **fields)
 
     @property
@@ -247,6 +268,7 @@ class PagerRuntime:
             then.callback(self.job.close, failed=crashed)
             then.callback(self._readers.remove)  # other threads may have read absent tensors in the meantime
             then.callback(self.native.close)
+            then.callback(self._lines.end)
             then.callback(self._explain.end)
             then.callback(self._graphs.remove)
             then.callback(self._steps.remove)
@@ -267,8 +289,13 @@ class PagerRuntime:
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
             log = self.telemetry.log_path
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
-            left += self._graphs.lines(binary=self.config.binary)
-            report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=left)
+            slow = []
+            if is_slow(self._final):
+                reason = "the next line says at which op passes left the plan" if left else self._no_plan
+                slow = [why_slow(self._final, binary=self.config.binary, reason=reason)]
+            graphs = self._graphs.lines(binary=self.config.binary)
+            more = [*slow, *left, *graphs, *self.leak_texts()]
+            report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)
         for text in (
             *self.telemetry.complaints(),
             *self._ranker.complaints(),
@@ -292,6 +319,26 @@ class PagerRuntime:
             return dict(self._final)
         self._purposes.ask()
         return self.figures.stats()
+
+    def explain(self, top: int) -> Explanation:
+        """The holders of memory, and the leaks (`memmgr.explain`)."""
+        self._leaks.look()
+        return self._holders(top)
+
+    def _holders(self, top: int) -> Explanation:
+        now = self.native.stats()
+        return self._holdings.explain(
+            self._leaks.found(self._lines.lines),
+            small_bytes=max(0, now["resident_bytes.current"] - now["resident_cell_bytes"]),
+            top=top,
+            binary=self.config.binary,
+        )
+
+    def leak_texts(self) -> list[str]:
+        """A sentence about each of the largest leaks."""
+        modules, binary = self.telemetry.modules.name, self.config.binary
+        found = self._leaks.found(self._lines.lines)[:MOST_LEAKS]
+        return [leak.text(binary=binary, module=modules(leak.module)) for leak in found]
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""

@@ -41,6 +41,8 @@ class Consumer:
     interval_seconds = 1.0
     cells = 50
     modules = 200
+    explains = False
+    """It gets the holders of memory with each line of cells."""
     columns = 200
 
     def __init__(self) -> None:
@@ -61,6 +63,11 @@ class Consumer:
 
     def look(self, sample: dict[str, Any]) -> None:
         """Called with the sample that it is about to get: the kinds that it needs may depend on it."""
+
+    @property
+    def hurries(self) -> bool:
+        """Samples are due at their time, at any cost."""
+        return False
 
     def had(self, kind: str) -> None:
         """Records that a line of this kind was sent."""
@@ -133,10 +140,13 @@ class Log(Consumer):
 
     FIRST_SECONDS = 0.05
     DOUBLED_AFTER = 1000
+    HURRIED, A_PASS, LEAST_SECONDS = 200, 10, 0.004
+    """The first samples follow the passes, ten to a pass at any cost: a short run has a curve, too."""
     GROWN = 1.1
     MOST_CELL_LINES = 24
     cells = 20
     modules = 20
+    explains = True
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -162,9 +172,20 @@ class Log(Consumer):
 
     def look(self, sample: dict[str, Any]) -> None:
         """Wants cells where more is saved, here or elsewhere, than when it had them last."""
+        if self.hurries:
+            passes, spent = sample["total"]["passes"], sample["total"]["watched_seconds"]
+            wanted = spent / passes / self.A_PASS if passes else self.LEAST_SECONDS
+            self.interval_seconds = min(self.FIRST_SECONDS, max(self.LEAST_SECONDS, wanted))
+        elif self._samples == self.HURRIED:
+            self.interval_seconds = self.FIRST_SECONDS
         self._saved = sample["saved_bytes"] + sample["evicted_bytes"] + sample["offloaded_bytes"]
         higher = self._saved > self.GROWN * self._most_saved and self._cell_lines < self.MOST_CELL_LINES
         self.wants = frozenset({"cells"}) if higher else frozenset()
+
+    @property
+    def hurries(self) -> bool:
+        """Samples are due at their time, at any cost."""
+        return self._samples < self.HURRIED
 
     def had(self, kind: str) -> None:
         """These were the cells of that moment."""

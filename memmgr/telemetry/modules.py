@@ -16,6 +16,19 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memmgr.observe.memory_inventory import model_states, size_of
+from memmgr.observe.qualified_names import LivingPaths
+from memmgr.observe.source_lines import OUTSIDE
+
+PLACES = (
+    OUTSIDE,
+    "(backward)",
+    "(parameters)",
+    "(gradients)",
+    "(optimizer states)",
+    "(loaded or older data)",
+)
+"""Places that are no module, by their numbers from 1 on: `NoModule` in `allocator/pager/base/module_of_op.h`."""
+BACKWARD, GRADIENTS = 1 + PLACES.index("(backward)"), 1 + PLACES.index("(gradients)")
 
 LEARNED_PASSES = 4  # at a time: programs alternate
 
@@ -27,6 +40,7 @@ class Native(Protocol):
     def set_module(self, number: int) -> None: ...
     def ops_astray(self) -> int: ...
     def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
+    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
 
 
 class Modules:
@@ -34,7 +48,8 @@ class Modules:
 
     def __init__(self, native: Native) -> None:
         self._native = native
-        self.names: list[str] = ["?"]
+        self.names: list[str] = ["?", *PLACES]
+        self._paths = LivingPaths(native.objects_of)
         self._numbers: dict[str, int] = {}
         self._known: dict[int, tuple[Any, int]] = {}
         self._roots: dict[int, Any] = {}
@@ -133,22 +148,17 @@ class Modules:
         return number
 
     def _learn(self, module: torch.nn.Module, stack: list[int]) -> tuple[Any, int]:
-        """Names the module and its children: by the path from the outermost module that was called."""
-        root = type(module).__name__ if not stack else f"{self.names[stack[-1]]}.{type(module).__name__}"
+        """Names the module and its children: by the path from the outermost module that has them."""
         if not stack:
             inside = {id(child) for child in module.modules()}
             self._roots = {key: root for key, root in self._roots.items() if key not in inside}
             self._roots[id(module)] = weakref.ref(module)
-        for path, child in module.named_modules():
-            entry = self._known.get(id(child))
-            # A budget that opens in the middle of a forward sees a part of the model first, and the whole later.
-            if not stack or entry is None or entry[0]() is not child or child is module:
-                number = self._number(f"{root}.{path}" if path else root)
-                self._known[id(child)] = (weakref.ref(child), number)
+        for child in module.modules():
+            self._known[id(child)] = (weakref.ref(child), self._number(self._paths.name(child)))
         return self._known[id(module)]
 
     def name(self, number: int) -> str | None:
-        """The path, or None where it is unknown."""
+        """The path, or one of `PLACES`; None where neither is known."""
         return self.names[number] if 0 < number < len(self.names) else None
 
     # -- tensors that the program holds: in the telemetry's thread --
@@ -168,8 +178,7 @@ class Modules:
                 self._roots.pop(key, None)
                 continue
             for child in list(model.modules()):
-                entry = self._known.get(id(child))
-                name = self.name(entry[1]) if entry is not None and entry[0]() is child else type(child).__name__
+                name = self._paths.name(child)
                 total = 0
                 for kind, _, tensor in model_states((child,)):
                     if id(tensor) in seen or tensor.device.type != device_type:
@@ -180,7 +189,7 @@ class Modules:
                     kinds["gradients"] += gradient
                     total += size_of(tensor) + gradient
                 if total:
-                    modules[name or "?"] = modules.get(name or "?", 0) + total
+                    modules[name] = modules.get(name, 0) + total
         for key, found in list(self._optimizers.items()):
             optimizer = found()
             if optimizer is None:

@@ -20,17 +20,24 @@ from typing import Any, Protocol
 
 import torch
 
-from memmgr.common.threads import join
+from memmgr.common.threads import Rationed, join
+from memmgr.observe.holdings import Explanation
+from memmgr.observe.qualified_names import Named, by_storage
 from memmgr.observe.ranks import where_in_job
+from memmgr.observe.roles import OWNERS, Purpose
+from memmgr.observe.source_lines import KnownLines
 
 from . import modules as modules_
 from . import stream
 from .consumers import Consumer, Log, Reader, dumps, log_path
-from .modules import Modules
+from .modules import BACKWARD, GRADIENTS, PLACES, Modules
 
-SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
+SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4, "names": 3e-4}
 """The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
 """
+
+LOG_SHARE = 0.02
+"""The same for the cells of a log, which asks for them two dozen times at most."""
 
 EVENTS_SECONDS = 0.5  # least time between two lines of events: each line is a sum over many small events
 
@@ -38,8 +45,9 @@ WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of t
 MAP_STATES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")  # in the order of `memory_map`
 GONE = ("present", "evicted", "offloaded")
 MOST_READERS = 8
+MOST_HOLDERS = 20  # of a log's line
 CLOSING_SECONDS = 0.2  # for readers to take the last lines
-_CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving".split()
+_CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving storage line".split()
 
 
 class About(Protocol):
@@ -56,6 +64,9 @@ class About(Protocol):
     def look(self) -> None:
         """Finds the owners of tensors, for the next samples."""
 
+    def explain(self) -> Explanation:
+        """The holders of memory."""
+
 
 class Native(modules_.Native, Protocol):
     """The functions that are used of the native half."""
@@ -65,6 +76,9 @@ class Native(modules_.Native, Protocol):
     def watch_cells(self, limit: int) -> tuple[list[tuple[Any, ...]], dict[int, tuple[int, int, int]]]: ...
     def memory_map(self, columns: int) -> tuple[int, list[tuple[int, ...]]]: ...
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
+    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+    def source_lines(self) -> list[tuple[str, int, str]]: ...
 
 
 _open: set[Telemetry] = set()
@@ -96,6 +110,10 @@ class Telemetry:
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._stop = False
+        self._names_always = False
+        self._named: dict[int, Named] = {}
+        self._look_for_names = Rationed(SHARES["names"], self._find_names)
+        self._lines = KnownLines(native)
         self._ending: dict[str, Any] | None = None
         self._begun = time.perf_counter()
         self._not_before: dict[str, float] = {}
@@ -142,11 +160,12 @@ class Telemetry:
             self._passes.append((resident_peak, unmanaged_peak, forward, backward, self._now()))
             self.modules.ended_pass()
 
-    def name_modules(self, on: bool) -> None:
-        """The next pass is recorded with the modules of its ops; off: it is over."""
+    def name_modules(self, on: bool, *, always: bool = False) -> None:
+        """The next pass is recorded with the modules of its ops; off: it is over. `always`: all passes are."""
+        self._names_always |= always
         if on:
             self.modules.begin()
-        elif not self.detail:
+        elif not self.detail and not self._names_always:
             self.modules.forget()
 
     def happened(self, what: str, **fields: Any) -> None:
@@ -308,13 +327,14 @@ class Telemetry:
             consumer.look(sample)
             consumer.send(data, sample=True)
             consumer.due = now + consumer.interval_seconds
-        self._pace("sample", begun, now)
+        if not any(consumer.hurries for consumer in self._consumers()):
+            self._pace("sample", begun, now, SHARES["sample"])
         if now >= self._not_before.get("events", 0.0):
             begun = time.thread_time()
             self._gather()
             for consumer in self._consumers():
                 consumer.put_collected(self._now())
-            self._pace("events", begun, now)
+            self._pace("events", begun, now, SHARES["events"])
             self._not_before["events"] = max(self._not_before["events"], now + EVENTS_SECONDS)
         for kind, make in (("cells", self._cells), ("map", self._map), ("holders", self._holders)):
             wanting = [consumer for consumer in due if kind in consumer.wants]
@@ -324,10 +344,13 @@ class Telemetry:
                 for consumer in wanting:
                     consumer.send(data)
                     consumer.had(kind)
-                self._pace(kind, begun, now)
+                    if kind == "cells" and consumer.explains:
+                        consumer.put(self._explained())
+                log = any(consumer.explains for consumer in wanting)  # it asks for few lines
+                self._pace(kind, begun, now, LOG_SHARE if log else SHARES[kind])
 
-    def _pace(self, kind: str, begun: float, now: float) -> None:
-        self._not_before[kind] = now + (time.thread_time() - begun) / SHARES[kind]
+    def _pace(self, kind: str, begun: float, now: float, share: float) -> None:
+        self._not_before[kind] = now + (time.thread_time() - begun) / share
 
     def _gather(self) -> None:
         """Adds the events since the last call to the sums of all consumers."""
@@ -376,12 +399,16 @@ class Telemetry:
         return {"type": "sample", "seconds": self._now(), **self._about.sample()}
 
     def _cells(self, wanting: list[Consumer]) -> dict[str, Any]:
+        self._look_for_names()
         rows, modules = self._native.watch_cells(max(consumer.cells for consumer in wanting))
         cells = []
         for row in rows:
             cell = dict(zip(_CELL, row, strict=True))
             cell["state"] = GONE[cell["state"]]
-            cell["module"] = self.modules.name(cell["module"])
+            place, line = cell["module"], cell["line"]
+            cell["name"] = self._name_of(cell.pop("storage"), place)
+            cell["module"] = self.modules.name(place) or self._lines.place(line)
+            cell["line"] = self._lines.of(line, cell["op"], cell["bytes"])
             cells.append(cell)
         shares: dict[str, list[int]] = {}
         for number, sums in modules.items():
@@ -398,6 +425,33 @@ class Telemetry:
             "cells": cells,
             "modules": by_module[: max(consumer.modules for consumer in wanting)],
         }
+
+    def _find_names(self) -> None:
+        self._named = by_storage(self._native, self._native.objects_of(OWNERS))
+
+    def _name_of(self, storage: int, place: int) -> str | None:
+        """A gradient's storage may have been another tensor's since its name was found: the pager knows where it was made."""
+        named = self._named.get(storage) if place <= len(PLACES) else None
+        if named is None or (named.purpose is Purpose.GRADIENT and place not in (BACKWARD, GRADIENTS)):
+            return None
+        return named.name
+
+    def _explained(self) -> dict[str, Any]:
+        found = self._about.explain()
+        rows = [
+            {
+                "kind": holder.kind,
+                "name": holder.name,
+                "module": holder.module,
+                "line": holder.where,
+                "bytes": holder.bytes,
+                "away_bytes": holder.away_bytes,
+                "count": holder.count,
+            }
+            for holder in found.now[:MOST_HOLDERS]
+        ]
+        lines = dict(list(found.by_line().items())[:MOST_HOLDERS])
+        return {"type": "explained", "seconds": self._now(), "holders": rows, "lines": lines}
 
     def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
         span, columns = self._native.memory_map(max(consumer.columns for consumer in wanting))

@@ -148,7 +148,7 @@ BAD_VARIABLES = [
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr"}, "did you mean 'policy'?"),
     (
         {"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "zebra:1"},
-        "verify, prefetch, quiet, strict, trace, trace_pass, silent_seconds",
+        "verify, prefetch, lines, quiet, strict, trace, trace_pass, silent_seconds",
     ),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "offload"}, "not key:value"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "{policy"}, "not JSON"),

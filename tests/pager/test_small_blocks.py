@@ -96,7 +96,9 @@ def _kept(how: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
     ],
     ids=["clone", "mul", "stack", "empty", "from_numpy"],
 )
-def test_results_of_each_kind_of_op_leave(how: Callable[[torch.Tensor], torch.Tensor], beyond: Callable[[str], int]) -> None:
+def test_results_of_each_kind_of_op_leave(
+    how: Callable[[torch.Tensor], torch.Tensor], beyond: Callable[[str], int]
+) -> None:
     want = _kept(how)
     with memmgr.budget(beyond("6MB"), quiet=True, verify=True) as mm:
         assert _kept(how) == want

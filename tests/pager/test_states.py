@@ -66,7 +66,8 @@ def test_no_sum_of_states_falls(tight: dict[str, Any]) -> None:
 
 
 def test_the_summary_says_the_slowdown_and_what_moved(tight: dict[str, Any]) -> None:
-    first, second = tight["said"].splitlines()
+    first, why, second = tight["said"].splitlines()
+    assert why.startswith("memmgr: where the time went: recomputing ")
     assert "x of an unlimited run: recomputing " in first and " %, waiting for reads " in first
     assert second.startswith("memmgr: model states left: ") and "parameters " in second and "the link moves " in second
 

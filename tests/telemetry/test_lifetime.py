@@ -309,12 +309,29 @@ def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
     log = Log(tmp_path / "run.jsonl")
     written = 0
     for i in range(10_000):
-        log.look({"saved_bytes": 1000 * i, "evicted_bytes": 1000 * i * i, "offloaded_bytes": 0})
+        total = {"passes": i, "watched_seconds": 0.1 * i}
+        log.look({"saved_bytes": 1000 * i, "evicted_bytes": 1000 * i * i, "offloaded_bytes": 0, "total": total})
         if "cells" in log.wants:
             log.had("cells")
             written += 1
     log.close()
     assert written == Log.MOST_CELL_LINES
+
+
+def test_the_first_samples_of_a_log_follow_the_passes(tmp_path: Path) -> None:
+    from memmgr.telemetry.consumers import Log
+
+    log = Log(tmp_path / "run.jsonl")
+    intervals = []
+    for i in range(Log.HURRIED + 2):
+        total = {"passes": i, "watched_seconds": 0.1 * i}
+        log.look({"saved_bytes": 0, "evicted_bytes": 0, "offloaded_bytes": 0, "total": total})
+        intervals.append(log.interval_seconds)
+        log.send(b"", sample=True)
+    log.close()
+    assert intervals[0] == Log.LEAST_SECONDS
+    assert intervals[1 : Log.HURRIED] == pytest.approx([0.1 / Log.A_PASS] * (Log.HURRIED - 1))
+    assert intervals[Log.HURRIED :] == [Log.FIRST_SECONDS] * 2 and not log.hurries
 
 
 def test_a_plan_is_in_the_log_with_the_time_at_which_it_was_there(tmp_path: Path) -> None:

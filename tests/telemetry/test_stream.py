@@ -14,6 +14,7 @@ import torch
 import memmgr
 from memmgr.telemetry import stream
 from memmgr.telemetry.consumers import QUEUE_LINES, Reader, dumps
+from memmgr.telemetry.modules import PLACES
 from memmgr.telemetry.publisher import MAP_STATES, MOST_READERS
 
 from .reading import LIMIT, Watching, manager, training, wait_until
@@ -79,7 +80,8 @@ def test_events_and_cells_name_their_op_and_module() -> None:
             found = {(item["op"], item["module"]) for item in _all_events(watching, step)}
             assert ("aten.gelu.default", "Net.first.1") in found, found
             # The loss is computed outside of every module; whether one of its tensors leaves too is a matter of time.
-            assert all((op in LAYERS) == (module is not None) for op, module in found if op), found
+            inside = {(op, module) for op, module in found if module and module.startswith("Net.")}
+            assert all((op in LAYERS) == ((op, module) in inside) for op, module in found if op), found
             telemetry = manager().telemetry
             model = step.model  # type: ignore[attr-defined]
             loss = model(step.x).square().mean()  # cells to look at
@@ -243,7 +245,7 @@ def test_lines_are_json_on_one_line() -> None:
     assert data.count(b"\n") == 1 and json.loads(data) == {"text": "a\nb\u2028", "path": "x"}
 
 
-def test_a_part_that_was_seen_first_is_named_by_the_whole() -> None:
+def test_a_module_has_one_name_however_it_is_called() -> None:
     """A budget that opens in the middle of a forward (`memmgr run`) sees the rest of it first."""
     step = training()
     model = step.model  # type: ignore[attr-defined]
@@ -253,8 +255,36 @@ def test_a_part_that_was_seen_first_is_named_by_the_whole() -> None:
         model.second(step.x).sum().backward()  # type: ignore[attr-defined]
         model.second(step.x).sum().backward()  # type: ignore[attr-defined]
         names = {modules.name(modules._known[id(child)][1]) for child in model.second.modules()}
-        assert names == {"Sequential", "Sequential.0", "Sequential.1", "Sequential.2"}
+        assert names == {"Net.second", "Net.second.0", "Net.second.1", "Net.second.2"}
         step()
         named = {modules.name(modules._known[id(child)][1]) for child in model.second.modules()}
-        assert named == {"Net.second", "Net.second.0", "Net.second.1", "Net.second.2"}
+        assert named == names
         assert [type(root()) for root in modules._roots.values()] == [type(model)]
+
+
+def test_all_cells_and_events_have_a_name() -> None:
+    """Parameters, states and gradients by their names; other tensors by their op; each with a module or a place."""
+    with memmgr.budget(LIMIT, quiet=True):
+        step = training()
+        with Watching(interval_seconds=0.02, want=["cells"], cells=200) as watching:
+            watching.next("sample")
+            while not _learned():
+                step()
+            _all_events(watching, step)
+            events = _all_events(watching, step)
+            model = step.model  # type: ignore[attr-defined]
+            loss = model(step.x).square().mean()
+            loss.backward()
+            telemetry = manager().telemetry
+            telemetry._not_before.clear()
+            telemetry._look_for_names._due = 0.0
+            cells = watching.next("cells", after=telemetry._now())["cells"]
+            del loss
+    of_states = {cell["name"] for cell in cells if cell["name"] and cell["name"].endswith("weight")}
+    names = {f"{block}.{layer}.weight" for block in ("first", "second", "more.0", "more.1") for layer in (0, 2)}
+    assert of_states == {f"{kind}{n}" for kind in ("", "gradient of ", "exp_avg of ", "exp_avg_sq of ") for n in names}
+    others = {(cell["op"], cell["module"]) for cell in cells if cell["name"] is None}
+    assert all(op is not None or module == PLACES[-1] for op, module in others), others
+    assert None not in {module for _, module in others}, others
+    unknown = {item["op"] for item in events if item["module"] is None and item["what"] != "stall"}
+    assert unknown <= {"aten.randn.default"}, "the batch is older than the reader"

@@ -82,11 +82,11 @@ budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  need 12 MB
 ========########________HHHHHHHH~~~~~~~~^^^^^^^^        ========########________
 HHHHHHHH~~~~~~~~^^^^^^^^        ========########________HHHHHHHH~~~~~~~~^^^^^^^^
 _ free  = other  # may leave  H held  ~ leaving  ^ arriving  9.5 s old
-size     state     op               module                 age        cost
+size     state     what             module                 age        cost
 1.05 MB  present   gelu             Net.first.1            1.05 ms    1.05 ms
 1.05 MB  evicted   gelu             Net.second.1           1.05 ms    4 ms
 900 kB   offloaded addmm            Net.first.0            900 us     -
-800 kB   held      (no op)          (no module)            800 us     800 us
+800 kB   held      >blocks.0.weight (optimizer states)     800 us     800 us
 700 kB   clean     native_dropout   >ep.deep.deep.deep.end 700 us     700 us
 600 kB   arriving  gelu             Net.first.1            1 min 10 s 600 us"""
 

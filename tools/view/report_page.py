@@ -9,12 +9,13 @@ from html import escape
 
 from memmgr.config.sizes import show_seconds
 from memmgr.observe.advice import changes, no_change, own_checkpointing
+from memmgr.observe.slowness import why_slow
 from memmgr.observe.summary import figures
 from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time
 from memmgr.tools.view.job import jobs, table
 from memmgr.tools.view.period import section
-from memmgr.tools.view.run_state import LAYERS, RunState, clean, name_of
+from memmgr.tools.view.run_state import LAYERS, RunState, clean, name_of, origin
 from memmgr.tools.view.top_text import state_of
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
@@ -87,9 +88,15 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
         f"{escape(str(hello.get('policy')))}, memmgr {escape(str(hello.get('memmgr')))}, torch "
         f"{escape(str(hello.get('torch')))}, Python {escape(str(hello.get('python')))}.{_ending(watched)}</p>"
     )
-    yield _tiles(watched)
     binary = watched.binary
-    lines = own_checkpointing(stats, binary=binary) + changes(stats, binary=binary) + _faults(watched)
+    yield f"<p><b>Why it took its time.</b> {escape(_why(watched))}</p>"
+    yield _tiles(watched)
+    lines = [
+        *watched.leaks,
+        *own_checkpointing(stats, binary=binary),
+        *changes(stats, binary=binary),
+        *_faults(watched),
+    ]
     lines = lines or [no_change(stats, binary=binary)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
     yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
@@ -97,7 +104,15 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
     yield from _time(watched)
     yield from _gone(watched)
     yield from _largest(watched)
+    yield from _holders(watched)
     yield from _plans(watched)
+
+
+def _why(watched: RunState) -> str:
+    """The first paragraph: the shares of the time and the change that would help most, in sentences."""
+    reasons = [text.partition(": ")[2] for _, text in watched.plans if text.startswith(("no plan", "left plan"))]
+    text = clean(why_slow(watched.stats, binary=watched.binary, reason=reasons[-1] if reasons else ""))
+    return ". ".join(part[0].upper() + part[1:] for part in text.split("; ") if part) + "."
 
 
 def _ending(watched: RunState) -> str:
@@ -194,14 +209,36 @@ def _largest(watched: RunState) -> Iterator[str]:
     at = float(watched.cells.get("seconds", 0.0))
     yield f"<h3>The largest tensors that may leave, at {show_seconds(at)} (the highest moment that was looked at)</h3>"
     yield "<div class=box><table>"
-    yield "<tr><th>module</th><th>op</th><th>size</th><th>referred to</th><th>its op took</th><th>was then</th></tr>"
+    yield (
+        "<tr><th>module</th><th>what</th><th>line</th><th>size</th><th>referred to</th><th>its op took</th>"
+        "<th>was then</th></tr>"
+    )
     for cell in rows:
-        module, op = (escape(name_of(key, cell.get(key))) for key in ("module", "op"))
+        module = escape(name_of("module", cell.get("module")))
+        op = escape(origin(cell.get("op"), cell.get("module"), cell.get("name")))
+        line = escape(clean(str(cell.get("line") or "-")))
         took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "not to be run again"
-        yield (
-            f"<tr><td>{module}</td><td>{op}</td><td>{watched.size(int(cell['bytes']))}</td><td>{int(cell['handles'])} x</td>"
-            f"<td>{took}</td><td>{escape(state_of(cell))}</td></tr>"
+        words = (module, op, line, watched.size(int(cell["bytes"])), f"{int(cell['handles'])} x", took)
+        yield "<tr>" + "".join(f"<td>{word}</td>" for word in (*words, escape(state_of(cell)))) + "</tr>"
+    yield "</table></div>"
+
+
+def _holders(watched: RunState) -> Iterator[str]:
+    """The holders of large tensors, and their source lines, at the highest moment that the log has."""
+    found = watched.explained
+    if not found:
+        return
+    yield f"<h3>Who held the memory, at {show_seconds(float(found.get('seconds', 0.0)))}</h3><div class=box><table>"
+    yield "<tr><th>name</th><th>kind</th><th>module</th><th>line</th><th>tensors</th><th>size</th><th>of it away</th></tr>"
+    for row in found["holders"][:MOST_ROWS]:
+        words = "".join(
+            f"<td>{escape(clean(str(row[key])))}</td>" for key in ("name", "kind", "module", "line", "count")
         )
+        sizes = "".join(f"<td>{watched.size(int(row[key]))}</td>" for key in ("bytes", "away_bytes"))
+        yield f"<tr>{words}{sizes}</tr>"
+    yield "</table></div><h3>By the line that made it</h3><div class=box><table><tr><th>line</th><th>size</th></tr>"
+    for line, size in list(found["lines"].items())[:MOST_ROWS]:
+        yield f"<tr><td>{escape(clean(line))}</td><td>{watched.size(int(size))}</td></tr>"
     yield "</table></div>"
 
 

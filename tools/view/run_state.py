@@ -111,6 +111,7 @@ class RunState:
         self.cells: dict[str, Any] = {}
         self.map: dict[str, Any] = {}
         self.holders: dict[str, Any] = {}
+        self.explained: dict[str, Any] = {}
         self.passes: deque[Pass] = deque(maxlen=points)
         self.pass_count = 0
         self.happened: deque[tuple[float, dict[str, Sum]]] = deque(maxlen=points)
@@ -128,6 +129,11 @@ class RunState:
         if self.end is not None and self.end.get("stats"):
             return dict(self.end["stats"])
         return dict(self.sample.get("total", {}))
+
+    @property
+    def leaks(self) -> list[str]:
+        """A sentence about each leak that goes on."""
+        return [clean(str(text)) for text in self.sample.get("leaks", [])]
 
     @property
     def now(self) -> float:
@@ -255,6 +261,11 @@ class RunState:
             raise ValueError("kinds, modules")
         self.holders = line
 
+    def _take_explained(self, line: dict[str, Any]) -> None:
+        if not isinstance(line["holders"], list) or not isinstance(line["lines"], dict):
+            raise ValueError("holders, lines")
+        self.explained = line
+
     def _take_dropped(self, line: dict[str, Any]) -> None:
         self._note(self.sample, f"{int(line['lines'])} lines were dropped: this reader was slow")
 
@@ -332,7 +343,9 @@ class RunState:
         """Sums by `op` or by `module`, most seconds first, then most bytes."""
         found: dict[str, dict[str, Sum]] = {}
         for (what, op, module), sums in self.sums.items():
-            name = "(waiting for room)" if what == "stall" else name_of(key, op if key == "op" else module)
+            name = (
+                "(waiting for room)" if what == "stall" else origin(op, module) if key == "op" else name_of(key, module)
+            )
             found.setdefault(name, {}).setdefault(what, Sum()).add(sums.count, sums.bytes, sums.seconds)
 
         def weight(item: tuple[str, dict[str, Sum]]) -> tuple[float, int]:
@@ -351,8 +364,15 @@ def clean(text: str) -> str:
 def name_of(key: str, name: Any) -> str:
     """The name of an op or a module (`key`) in every view: short, and in words if the stream has none."""
     if name is None or name == "?":
-        return f"(no {key})"
+        return "(not recorded)"
     return clean(str(name).removeprefix("aten.").removesuffix(".default")) if key == "op" else clean(str(name))
+
+
+def origin(op: Any, module: Any, name: Any = None) -> str:
+    """A tensor in words: the name of a parameter or state, else its op, else the place that it comes from."""
+    if name is not None:
+        return clean(str(name))
+    return name_of("module", module) if op is None and str(module).startswith("(") else name_of("op", op)
 
 
 def parse_line(data: bytes | str) -> dict[str, Any]:

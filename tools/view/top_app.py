@@ -21,14 +21,14 @@ from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import Attached
 from memmgr.tools.view.run_state import RunState
 
-PANELS = ("cells", "modules", "states", "held", "events")
+PANELS = ("modules", "cells", "states", "held", "events")
 SOURCES = {"cells": "cells", "modules": "cells", "held": "holders"}
 """Whose line of the stream a panel shows: it may be older than the rest."""
 FOLLOW_SECONDS = 2.0
 HELP = """\
 [b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
 
-1 to 5    cells, modules, model states, what the program itself holds, events
+1 to 5    modules, cells, model states, what the program itself holds, events
 tab       the next panel
 s         sort the cells by the next column: size, age, cost, module, op, state
 /         show only what contains a text; escape shows all again
@@ -102,6 +102,8 @@ class TopApp(App[None]):
         self._paused = False
         self._silent = 0
         self._columns: tuple[Any, ...] = ()
+        self._rows: list[tuple[str, ...]] = []
+        self._above = self._beside = Text()
 
     def compose(self) -> ComposeResult:
         yield Vertical(
@@ -167,12 +169,17 @@ class TopApp(App[None]):
             *text.chart(watched, width, 6 + self._more_rows(), glyphs),
             text.legend(text.MEMORY, glyphs, text.tier(watched)),
             text.activity(watched, width, glyphs),
+            *text.leaks(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
             [*text.legend(text.SPACE, glyphs), (text.age(watched, watched.map), text.STYLES["leaving"])],
         ]
         shown = Text("\n", no_wrap=True, end="").join(Text.assemble(*line) for line in lines)
-        self.query_one("#above", Static).update(shown)
-        self.query_one("#bar", Static).update(self._bar(watched))
+        bar = self._bar(watched)
+        if shown != self._above:
+            self.query_one("#above", Static).update(shown)
+        if bar != self._beside:
+            self.query_one("#bar", Static).update(bar)
+        self._above, self._beside = shown, bar
         self._fill(watched)
 
     def _more_rows(self) -> int:
@@ -199,7 +206,7 @@ class TopApp(App[None]):
         widths: tuple[int, ...]
         rows: list[tuple[str, ...]]
         if self._panel == "cells":
-            head, widths = text.CELL_HEAD, text.CELL_WIDTHS
+            head, widths = text.cell_columns(self.size.width)
             rows = text.cell_rows(watched, self._order, self._wanted)
         elif self._panel == "modules":
             head, widths, rows = text.MODULE_HEAD, text.MODULE_WIDTHS, text.module_rows(watched, self._wanted)
@@ -212,9 +219,12 @@ class TopApp(App[None]):
             rows = [(line,) for line in reversed(text.log_lines(watched, self._wanted))]
         table: DataTable[str] = self.query_one(DataTable)
         spare = self.size.width - sum(w + 1 for w in widths) - 1
-        wide = "module" if "module" in head else head[0]
+        wide = "what" if "what" in head else "module" if "module" in head else head[0]
         widths = tuple(max(8, w + spare) if name == wide else w for name, w in zip(head, widths, strict=True))
         columns = (head, widths)
+        if columns == self._columns and rows == self._rows:
+            return  # a table that is filled again is drawn again
+        self._rows = rows
         cursor, scroll = table.cursor_row, table.scroll_y
         if columns != self._columns:
             table.clear(columns=True)
@@ -226,8 +236,8 @@ class TopApp(App[None]):
         for row in rows:
             table.add_row(
                 *(
-                    text.fit(part, w, text.UNICODE, keep_end=name == "module")
-                    for part, w, name in zip(row, widths, head, strict=True)
+                    text.fit(part, w, text.UNICODE, keep_end=name in text.FROM_END)
+                    for part, w, name in zip(row, widths, head, strict=False)
                 )
             )
         if rows:

@@ -15,7 +15,7 @@ from typing import Any
 
 from memmgr.config.sizes import UNLIMITED, show_seconds
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
-from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of
+from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of, origin
 
 Segment = tuple[str, str]
 """Text, and its style as rich writes styles."""
@@ -247,6 +247,11 @@ def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
     return line
 
 
+def leaks(watched: RunState, width: int, glyphs: Glyphs) -> list[Line]:
+    """The largest leak, if there is one."""
+    return [[(fit(text, width, glyphs), STYLES["evicted"])] for text in watched.leaks[:1]]
+
+
 def tier(watched: RunState) -> str:
     """The tier below the device: disk, host, or unknown."""
     return clean(str(watched.hello.get("tier") or ""))
@@ -283,7 +288,7 @@ _ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "size": lambda cell: -cell["bytes"],
     "age": lambda cell: -cell["age_seconds"],
     "cost": lambda cell: -cell["op_seconds"],
-    "module": lambda cell: str(cell["module"] or "~"),
+    "module": lambda cell: str(cell["module"] or "~").replace("(", "~", 1),  # places that are no module come last
     "op": lambda cell: str(cell["op"] or "~"),
     "state": lambda cell: state_of(cell),
 }
@@ -298,8 +303,16 @@ def state_of(cell: dict[str, Any]) -> str:
     return "held" if cell["held"] else "clean" if cell["copy"] else "present"
 
 
-CELL_HEAD = ("size", "state", "op", "module", "age", "cost")
-CELL_WIDTHS = (8, 9, 16, 22, 10, 8)
+CELL_HEAD = ("size", "state", "what", "module", "age", "cost", "line")
+CELL_WIDTHS = (8, 9, 16, 22, 10, 8, 28)
+FROM_END = ("what", "module", "line")
+"""Columns whose values lose their beginnings where they are too long: the ends of names and paths say more."""
+
+
+def cell_columns(width: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and widths of the columns of cells; their lines are shown where there is room."""
+    shown = len(CELL_HEAD) if width >= sum(CELL_WIDTHS) + len(CELL_WIDTHS) else len(CELL_HEAD) - 1
+    return CELL_HEAD[:shown], CELL_WIDTHS[:shown]
 
 
 def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[tuple[str, ...]]:
@@ -310,10 +323,11 @@ def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[
             (
                 watched.size(cell["bytes"]),
                 state_of(cell),
-                name_of("op", cell["op"]),
+                origin(cell["op"], cell["module"], cell.get("name")),
                 name_of("module", cell["module"]),
                 show_seconds(cell["age_seconds"]),
                 show_seconds(cell["op_seconds"]) if cell["recomputable"] else "-",
+                clean(str(cell.get("line") or "-")),
             )
             for cell in cells
         ]
@@ -396,8 +410,8 @@ def table(head: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[st
     lines: list[Line] = [[(" ".join(name.ljust(w) for name, w in zip(head, widths, strict=True)), "bold")]]
     for row in rows:
         parts = [
-            fit(part, w, glyphs, keep_end=name == "module").ljust(w)
-            for part, w, name in zip(row, widths, head, strict=True)
+            fit(part, w, glyphs, keep_end=name in FROM_END).ljust(w)
+            for part, w, name in zip(row, widths, head, strict=False)
         ]
         lines.append([(" ".join(parts), "")])
     return lines
@@ -411,6 +425,7 @@ def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Lin
         *chart(watched, width, 6, glyphs),
         legend(MEMORY, glyphs, tier(watched)),
         activity(watched, width, glyphs),
+        *leaks(watched, width, glyphs),
         *strip(watched, width, 2, glyphs),
         [*legend(SPACE, glyphs), (age(watched, watched.map), STYLES["leaving"])],
     ]
@@ -418,4 +433,4 @@ def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Lin
     if states:
         lines += table(STATE_HEAD, STATE_WIDTHS, states, glyphs)
     room = max(3, height - len(lines) - 1)
-    return [*lines, *table(CELL_HEAD, CELL_WIDTHS, cell_rows(watched)[: room - 1], glyphs)]
+    return [*lines, *table(*cell_columns(width), cell_rows(watched)[: room - 1], glyphs)]

@@ -53,12 +53,16 @@ void learn_modules(bool on) { learning.store(on); }
 uint64_t take_mispredicted() { return mispredicted.exchange(0); }
 
 uint32_t current_module() { return tl_module; }
+uint32_t current_place() {
+  if (!learning.load(std::memory_order_relaxed)) return kUnknownPlace;
+  return tl_module ? tl_module : uint32_t{kOutside};
+}
 
 uint32_t module_of_recorded(const OpInfo* info) {
   Place& p = place;
   if (learning.load(std::memory_order_relaxed)) {
-    if (p.learned.size() < kLongestRoute) p.learned.emplace_back(info, tl_module);
-    return tl_module;
+    if (p.learned.size() < kLongestRoute) p.learned.emplace_back(info, current_place());
+    return current_place();
   }
   const auto fits = [&](const Route& route, size_t i) { return i < route.size() && route[i].first == info; };
   if (p.current < p.known.size() && !fits(p.known[p.current], p.at)) {

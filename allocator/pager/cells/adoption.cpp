@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "base/lock.h"
 #include "base/tensors.h"
+#include "cells/births.h"
 #include "cells/cell.h"
 #include "cells/cell_bytes.h"
 #include "cells/copies.h"
@@ -46,14 +47,14 @@ void grows_in_pool(c10::StorageImpl* s) {
 
 Cell* (*adopt_mapped)(c10::StorageImpl* s, uint32_t pins) = nullptr;
 
-Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
+Cell* adopt(c10::StorageImpl* s, uint32_t pins, Maker maker) {
   if (C10_UNLIKELY(!of_pool(s) && is_mapped(s)))
     if (Cell* c = adopt_mapped(s, pins)) return c;
   const Hold lock(graph_lock());
-  return adopt_locked(s, pins, ticks());
+  return adopt_locked(s, pins, ticks(), false, maker);
 }
 
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born) {
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born, Maker maker) {
   if (Cell* c = cell_of(s)) {
     c->state.fetch_add(pins);
     return c;
@@ -87,6 +88,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   name_adopted_locked(c, s);
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
   register_locked(c);
+  begin_life_locked(c, maker);
   count_root_locked(c);
   watch_writes(c);
   if (!c->small) resident_cell_bytes += c->nbytes;

@@ -14,8 +14,8 @@ void grows_in_pool(c10::StorageImpl* s);
 // Makes a cell of the storage if it has none. Its address does not change. Takes the lock. Null: it cannot become a
 // cell. A new cell begins with so many pins.
 // `born`: an op has just made the storage. It is adoptable, unknown to others, and of a size that is paged.
-Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born = false);
+Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0, Maker maker = {});
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born = false, Maker maker = {});
 // Gives the storage its own pointer back and ends the cell. The cell is resident and no other thread uses it. The GIL
 // is held.
 void unadopt(Cell* c);

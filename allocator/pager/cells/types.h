@@ -62,6 +62,20 @@ constexpr uint32_t kDead = 1u << 29;  // the storage has ended
 constexpr uint32_t kBusy = 1u << 30;  // a thread moves the bytes
 constexpr uint32_t kAbsent = 1u << 31;
 
+// The op that makes a cell, for reports. Null and 0: not known.
+struct Maker {
+  const OpInfo* op = nullptr;
+  uint32_t line = 0;  // the number of a source line (base/source_lines.h)
+};
+// The origin of a cell. No decision depends on it.
+struct Birth {
+  const OpInfo* op = nullptr;  // null: no op made it
+  uint32_t pass = 0;           // births.h
+  uint32_t module = 0;         // set while torch's module hooks are in place (base/module_of_op.h)
+  uint32_t line = 0;
+  bool backward = false;  // made in a backward
+};
+
 struct Cell {
   std::atomic<uint32_t> state{0};  // the number of pins, and the bits above
   std::atomic<uint64_t> last_touch{0};
@@ -107,6 +121,8 @@ struct Cell {
   uint32_t period = 0;       // the last period that touched it, and its ordinal there (timeline.cpp)
   uint32_t ordinal = 0;
   uint32_t in_turn = 0;  // the place of its next touch, from 1 on; 0: not known (access_order.cpp)
+
+  Birth birth;  // written when the cell begins
 
   uint16_t held = 0;             // long pins: of works, of DDP's reducer and of readers that outlive their call
   bool counted_as_held = false;  // counted among held_bytes

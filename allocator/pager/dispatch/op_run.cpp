@@ -234,10 +234,14 @@ void Call::outputs(Frame& frame) {
   {
     Trash trash;
     Hold lock(graph_lock(), std::defer_lock);
+    Maker maker;
     for (size_t i = 0; i < storages.size(); ++i) {
       if (!newly_large(storages[i], old_)) continue;
-      if (!lock.owns_lock()) lock.lock();
-      Cell* c = adopt_locked(storages[i], 1, ended_, true);
+      if (!lock.owns_lock()) {
+        maker = as_maker(info_);
+        lock.lock();
+      }
+      Cell* c = adopt_locked(storages[i], 1, ended_, true, maker);
       if (!c) continue;
       frame.take_pin(c);
       made.push_back(c);

@@ -9,6 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "base/source_lines.h"
+#include "base/thread_state.h"
+#include "cells/types.h"
+
 namespace memmgr::pager {
 
 enum class OpClass : uint8_t {
@@ -67,6 +71,7 @@ struct OpInfo {
   int writes = 0;
   size_t arguments = 0, returns = 0;       // 0: the op has no schema
   std::atomic<uint64_t> scratch_bytes{0};  // high-water mark of recent calls
+  std::atomic<bool> marked{false};         // its large results are recorded with their source lines
 
   explicit OpInfo(const c10::OperatorHandle& handle);
   explicit OpInfo(std::string name);  // for a compiled graph's kernel
@@ -86,6 +91,14 @@ struct OpInfo {
   void read_tables();                                      // facts by the op's name
   void classify(const c10::FunctionSchema& schema);
 };
+
+// Returns the op as the maker of its results, with the source line where that is asked for. The caller holds no lock.
+// Foreign code may hold one of its own, so its ops have no line.
+inline Maker as_maker(const OpInfo* info) {
+  const Lines taken = lines_taken.load(std::memory_order_relaxed);
+  const bool line = !tl_foreign && (taken == Lines::kOfAll || (taken == Lines::kOfMarkedOps && info->marked.load()));
+  return {info, C10_UNLIKELY(line) ? line_of_caller() : 0};
+}
 
 // Returns true if the op is foreign and has a C++ kernel that the dispatcher runs before the pager's.
 bool runs_above_the_kernel(const c10::OperatorHandle& op);

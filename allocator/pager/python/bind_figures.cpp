@@ -200,6 +200,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(remat_ns)
   COUNTER(stall_ns)
   COUNTER(room_ns)
+  COUNTER(own_ns)
 #undef COUNTER
   uint64_t cells, pinned = 0, orphans = 0, evicted = 0, offloaded = 0, largest = 0;
   struct {

@@ -76,6 +76,7 @@ PyObject* py_tier_stats(PyObject*, PyObject*) {
                   {"written_bytes", t.written_bytes},
                   {"read_bytes", t.read_bytes},
                   {"errors", t.errors},
+                  {"cpu_nanoseconds", t.cpu_nanoseconds},
                   {"direct", static_cast<uint64_t>(t.direct)}});
 }
 

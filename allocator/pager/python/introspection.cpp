@@ -18,6 +18,7 @@
 #include "base/module_of_op.h"
 #include "base/share.h"
 #include "base/tensors.h"
+#include "cells/births.h"
 #include "cells/cell.h"
 #include "cells/fixed_memory.h"
 #include "cells/types.h"
@@ -92,6 +93,7 @@ PyObject* py_ops_astray(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLo
 PyObject* py_end_pass(PyObject*, PyObject*) {
   drop_unread_pending();
   end_pass_of_modules();
+  end_pass_of_births();
   mm_arena_stats a{};
   if (budget.arena) mm_arena_stats_get(budget.arena, &a);
   if (budget.arena) mm_arena_reset_peak(budget.arena);
@@ -116,8 +118,8 @@ PyObject* py_drain_events(PyObject*, PyObject*) {
 }
 
 // watch_cells(limit) -> ([(bytes, state, has a copy, cannot be evicted now, references, seconds of its op, seconds
-// since its last touch, can be rematerialized, op or None, module, False)] largest first, {module: bytes (resident, of
-// these not evictable, absent)})
+// since its last touch, can be rematerialized, op or None, module, False, storage's address, line)] largest first,
+// {module: bytes (resident, of these not evictable, absent)})
 PyObject* py_watch_cells(PyObject*, PyObject* o) {
   const long limit = PyLong_AsLong(o);
   if (limit < 0) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "a negative limit");
@@ -129,6 +131,8 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
     double cost, age;
     const OpInfo* op;
     uint32_t module;
+    uint64_t storage;
+    uint32_t line;
   };
   struct Share {
     unsigned long long present = 0, held = 0, absent = 0;
@@ -142,7 +146,8 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
       if (c->small) return;
       const bool absent = c->state.load() & kAbsent, held = !absent && is_held(c);
       const Recipe* r = maker_of(c);
-      Share& share = modules[r ? r->module : 0];
+      const Origin origin = origin_of_locked(c);
+      Share& share = modules[origin.module];
       (absent ? share.absent : share.present) += c->nbytes;
       if (held) share.held += c->nbytes;
       const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
@@ -152,7 +157,8 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
                                                         : 2,
                       c->slot >= 0, held, r && recipe_available_locked(r) && budget.options.may_evict,
                       c->storage.use_count(), r ? seconds_of(r) : 0,
-                      seconds_of_ticks(now > touched ? now - touched : 0), r ? r->info : nullptr, r ? r->module : 0});
+                      seconds_of_ticks(now > touched ? now - touched : 0), origin.op, origin.module,
+                      reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()), c->birth.line});
     });
   }
   const size_t n = std::min(rows.size(), static_cast<size_t>(limit));
@@ -161,9 +167,10 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
   PyObject* list = PyList_New(0);
   for (size_t i = 0; i < n; ++i) {
     const Row& r = rows[i];
-    PyObject* item = list ? Py_BuildValue("(KiNNIddNNIN)", static_cast<unsigned long long>(r.bytes), r.state,
+    PyObject* item = list ? Py_BuildValue("(KiNNIddNNINKI)", static_cast<unsigned long long>(r.bytes), r.state,
                                           PyBool_FromLong(r.copy), PyBool_FromLong(r.held), r.references, r.cost, r.age,
-                                          PyBool_FromLong(r.again), name_of(r.op), r.module, PyBool_FromLong(0))
+                                          PyBool_FromLong(r.again), name_of(r.op), r.module, PyBool_FromLong(0),
+                                          static_cast<unsigned long long>(r.storage), r.line)
                           : nullptr;
     if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
     Py_XDECREF(item);

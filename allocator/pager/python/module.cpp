@@ -41,6 +41,7 @@
 #include "pools/pool.h"
 #include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
+#include "python/bind_births.h"
 #include "python/bind_figures.h"
 #include "python/bind_plans.h"
 #include "python/bind_pool.h"
@@ -428,9 +429,10 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   PyObject* module = PyModule_Create(&definition);
   if (module &&
       (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
-       PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, gradient_methods) < 0 ||
-       PyModule_AddFunctions(module, launch_methods) < 0 || PyModule_AddFunctions(module, object_methods) < 0 ||
-       PyModule_AddFunctions(module, observe_methods) < 0 || PyModule_AddFunctions(module, pool_methods) < 0))
+       PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, birth_methods) < 0 ||
+       PyModule_AddFunctions(module, gradient_methods) < 0 || PyModule_AddFunctions(module, launch_methods) < 0 ||
+       PyModule_AddFunctions(module, object_methods) < 0 || PyModule_AddFunctions(module, observe_methods) < 0 ||
+       PyModule_AddFunctions(module, pool_methods) < 0))
     Py_CLEAR(module);
   if (module) guard_new_hooks();
   return module;

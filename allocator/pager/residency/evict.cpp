@@ -14,6 +14,7 @@
 #include "base/events.h"
 #include "base/lock.h"
 #include "base/tensors.h"
+#include "cells/births.h"
 #include "cells/cell.h"
 #include "cells/cell_bytes.h"
 #include "cells/copies.h"
@@ -211,7 +212,7 @@ class Eviction {
     } else {
       c_->absence = Absence::kOffloaded;
     }
-    note_event(drop_ ? Event::kEvict : Event::kOffload, c_->version ? c_->version->recipe : nullptr, c_->nbytes, 0);
+    note_event_of_locked(drop_ ? Event::kEvict : Event::kOffload, c_, c_->nbytes, 0);
     const bool pages = in_mapping(c_);
     if (pages) note_sample_locked(c_);
     bytes_ = go_away_locked(c_, storage_.get());

@@ -12,6 +12,7 @@
 #include "base/gil.h"
 #include "base/lock.h"
 #include "base/wait.h"
+#include "cells/births.h"
 #include "cells/cell.h"
 #include "cells/copies.h"
 #include "cells/lifetime.h"
@@ -123,8 +124,7 @@ void bring_back(Cell* c) {
     Trash trash;
     const Hold lock(graph_lock());
     if (absence == Absence::kOffloaded) note_moved_locked(c, false);
-    if (absence != Absence::kEvicted)
-      note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);
+    if (absence != Absence::kEvicted) note_event_of_locked(Event::kReload, c, c->nbytes, waited);
     last = come_back_locked(c, std::move(bytes), c->pool->stream(), &trash);
   }
   if (last) last_user_is_gone(c);

@@ -11,6 +11,7 @@
 #include "base/lock.h"
 #include "base/tensors.h"
 #include "base/wait.h"
+#include "cells/births.h"
 #include "cells/cell.h"
 #include "cells/copies.h"
 #include "cells/freeze.h"
@@ -69,8 +70,7 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
     mm_arena_note_virtual(r.cell->pool->arena, static_cast<int64_t>(r.cell->nbytes));
     if (good) note_moved_locked(r.cell, false);
     if (good || waited_ns)
-      note_event(good ? Event::kReload : Event::kStall, r.cell->version ? r.cell->version->recipe : nullptr,
-                 good ? r.cell->nbytes : 0, waited_ns);
+      note_event_of_locked(good ? Event::kReload : Event::kStall, r.cell, good ? r.cell->nbytes : 0, waited_ns);
     last = good ? come_back_locked(r.cell, std::move(r.bytes), filled_on, &trash) : end_move_locked(r.cell, true);
   }
   if (last) last_user_is_gone(r.cell);

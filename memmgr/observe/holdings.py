@@ -1,0 +1,245 @@
+"""The holders of the memory: the large tensors now and at the peak, by name, by module and by source line."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from memmgr.config.sizes import show_size
+
+from .leaks import Leak
+from .qualified_names import Named, by_storage
+from .roles import OWNERS, Purpose
+from .source_lines import SourceLine
+
+KINDS = {
+    Purpose.PARAMETER: "parameter",
+    Purpose.GRADIENT: "gradient",
+    Purpose.OPTIMIZER_STATE: "optimizer state",
+}
+BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
+"""Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw: a batch that was loaded."""
+IN_BACKWARD, UNKNOWN_MODULE, NO_MODULE = "(backward)", "(not recorded)", "(loaded or older data)"
+UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
+
+Row = tuple[int, int, int, bool, int, str, int, int, int, bool]
+"""(serial, storage's address, bytes, absent, purpose, op, module, line, pass, in backward): `Pager.living`."""
+
+
+class Native(Protocol):
+    """The functions that are used of the pager."""
+
+    def living(self) -> list[Row]: ...
+    def living_at_peak(self) -> list[Row]: ...
+    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
+    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Tensors of one origin.
+
+    Attributes:
+        kind: "parameter", "gradient", "optimizer state", "result", "made in backward", "data" or "kept to make others again".
+        name: of a parameter, a state or a gradient; of other tensors the op that made them.
+        module: the module that has the parameter, or that ran the op.
+        lines: the lines of the program that made them. Several: each of these lines makes tensors like them, and which of
+            them made these was not recorded. Empty: not known.
+        bytes: resident and absent.
+        away_bytes: of these, bytes that are evicted or offloaded.
+        count: tensors.
+        by_op: an op of this budget made them. Others are older, or are data that was loaded.
+    """
+
+    kind: str
+    name: str
+    module: str
+    lines: tuple[SourceLine, ...]
+    bytes: int
+    away_bytes: int
+    count: int
+    by_op: bool = True
+
+    @property
+    def where(self) -> str:
+        """The lines in words."""
+        if self.lines:
+            return " or ".join(str(line) for line in self.lines)
+        return UNKNOWN_LINE if self.by_op else NO_LINE
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The holders of memory. `print` shows it as tables.
+
+    Attributes:
+        now: the holders now, the largest first.
+        peak: the holders at the highest moment of the last pass whose births were recorded, the largest first; `away_bytes` are
+            not known for them. Empty before the first backward has ended.
+        leaks: tensors that grow from step to step, the largest first.
+        small_bytes: bytes of tensors under 64 KiB and of workspaces now: they are in no row.
+    """
+
+    now: tuple[Holder, ...]
+    peak: tuple[Holder, ...]
+    leaks: tuple[Leak, ...]
+    small_bytes: int
+    top: int = 10
+    binary: bool = False
+    leak_texts: tuple[str, ...] = ()
+
+    def by_module(self, *, peak: bool = False) -> dict[str, int]:
+        """Bytes by module, the largest first."""
+        return _sums(self.peak if peak else self.now, lambda holder: holder.module)
+
+    def by_line(self, *, peak: bool = False) -> dict[str, int]:
+        """Bytes by source line, the largest first."""
+        return _sums(self.peak if peak else self.now, lambda holder: holder.where)
+
+    def __str__(self) -> str:
+        size = functools.partial(show_size, binary=self.binary)
+        lines = [f"memmgr: {text}" for text in self.leak_texts]
+        for title, holders, peak in (("now", self.now, False), ("at the peak of a pass", self.peak, True)):
+            if not holders:
+                continue
+            whole, away = sum(h.bytes for h in holders), sum(h.away_bytes for h in holders)
+            beside = f", {size(away)} of it evicted or offloaded" if away else ""
+            lines += [f"{title}: {size(whole)} in large tensors{beside}"]
+            rows = [
+                (size(h.bytes), f"{h.bytes / max(whole, 1):.0%}", f"{h.count}", h.kind, h.name, h.module, h.where)
+                for h in holders[: self.top]
+            ]
+            lines += _table(("bytes", "", "tensors", "kind", "name", "module", "line"), rows)
+            for name, sums in (("module", self.by_module(peak=peak)), ("line", self.by_line(peak=peak))):
+                most = list(sums.items())[: self.top]
+                lines += _table(
+                    ("bytes", "", f"by {name}"),
+                    [(size(count), f"{count / max(whole, 1):.0%}", text) for text, count in most],
+                )
+        lines.append(f"small tensors and workspaces: {size(self.small_bytes)}")
+        return "\n".join(lines)
+
+
+class Holdings:
+    """Makes explanations of one budget.
+
+    Args:
+        native: the pager.
+        module: the name of a module by its number; None: not known.
+        lines: source lines by their numbers.
+        backward_line: the line that called the last backward.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        module: Callable[[int], str | None],
+        lines: Callable[[], Sequence[SourceLine | None]],
+        backward_line: Callable[[], SourceLine | None],
+    ) -> None:
+        self._native = native
+        self._module = module
+        self._lines = lines
+        self._backward_line = backward_line
+
+    def explain(self, leaks: Sequence[Leak], *, small_bytes: int, top: int, binary: bool) -> Explanation:
+        """The holders now and at the peak.
+
+        Args:
+            leaks: those that were found.
+            small_bytes: bytes that no large tensor has.
+            top: rows of each table that `print` shows.
+            binary: sizes in powers of two.
+        """
+        named = by_storage(self._native, self._native.objects_of(OWNERS))
+        now, peak = self._native.living(), self._native.living_at_peak()
+        names = {row[0]: named[row[1]] for row in now if row[1] in named}
+        lines = self._lines()
+        made = _lines_of_like(lines, [*now, *peak])
+        texts = tuple(leak.text(binary=binary, module=self._module(leak.module)) for leak in leaks)
+        return Explanation(
+            self._holders(now, names, lines, made, ended=True),
+            self._holders(peak, names, lines, made, ended=False),
+            tuple(leaks),
+            small_bytes,
+            top,
+            binary,
+            texts,
+        )
+
+    def _holders(
+        self,
+        rows: Iterable[Row],
+        names: Mapping[int, Named],
+        lines: Sequence[SourceLine | None],
+        made: Mapping[tuple[str, int], tuple[SourceLine, ...]],
+        *,
+        ended: bool,
+    ) -> tuple[Holder, ...]:
+        found: dict[tuple[str, str, str, tuple[SourceLine, ...]], Holder] = {}
+        for serial, storage, size, absent, purpose, op, module, line, _, backward in rows:
+            name = names.get(serial)
+            known = lines[line] if line < len(lines) else None
+            at: tuple[SourceLine, ...] = (known,) if known is not None else ()
+            if not at and backward:
+                at = tuple(filter(None, (self._backward_line(),)))
+            elif not at and name is None:
+                at = made.get((op, size), ())
+            if name is not None:
+                kind, text, where = KINDS.get(name.purpose, "buffer"), name.name, name.module
+            else:
+                kind = KINDS.get(Purpose(purpose)) or (BACKWARD if backward else RESULT if op else DATA)
+                kind = RECIPES if ended and not storage else kind
+                text = op.removeprefix("aten::") or "made by no op"
+                where = (
+                    IN_BACKWARD
+                    if backward
+                    else self._module(module) or (at[0].place if len(at) == 1 else UNKNOWN_MODULE)
+                )
+                where = where if op else NO_MODULE
+            one = Holder(kind, text, where, at, size, size if absent else 0, 1, bool(op))
+            key = kind, text, where, at
+            sum_ = found.get(key)
+            found[key] = one if sum_ is None else _added(sum_, one)
+        return tuple(sorted(found.values(), key=lambda holder: -holder.bytes))
+
+
+def _added(one: Holder, other: Holder) -> Holder:
+    return replace(
+        one,
+        bytes=one.bytes + other.bytes,
+        away_bytes=one.away_bytes + other.away_bytes,
+        count=one.count + other.count,
+    )
+
+
+def _lines_of_like(
+    lines: Sequence[SourceLine | None], rows: Iterable[Row]
+) -> dict[tuple[str, int], tuple[SourceLine, ...]]:
+    """The lines of recorded tensors, by op and size, for others like them."""
+    found: dict[tuple[str, int], dict[SourceLine, None]] = defaultdict(dict)
+    for row in rows:
+        line = lines[row[7]] if row[7] < len(lines) else None
+        if line is not None and not row[9]:
+            found[row[5], row[2]][line] = None
+    return {key: tuple(each) for key, each in found.items()}
+
+
+def _sums(holders: Iterable[Holder], key: Callable[[Holder], str]) -> dict[str, int]:
+    sums: dict[str, int] = defaultdict(int)
+    for holder in holders:
+        sums[key(holder)] += holder.bytes
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    return [
+        "  " + "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    ]

@@ -1,0 +1,168 @@
+"""Finds leaks: tensors of an op that outlive their pass, in one pass after the other.
+
+A budget hides a leak: it does not end in an error, each step only moves more bytes than the step before. The measure is
+the number of passes from which tensors of the op still live. Parameters and optimizer states come from one pass or two,
+a buffer of the last n results from n; a leak's number grows without an end.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from memmgr.config.sizes import show_size
+
+from .source_lines import SourceLine
+
+PASSES = 5
+"""The growths in a row, without a fall, after which it is called a leak."""
+MARKED = 2
+"""The passes of birth from which on the op's tensors are recorded with their source lines."""
+
+Survivor = tuple[str, list[int], int, int, list[tuple[int, int, int]]]
+"""(op, passes of birth, bytes, absent bytes, [(line, module, bytes)]), of tensors that have outlived their pass."""
+
+
+class Native(Protocol):
+    """The functions that are used of the pager."""
+
+    def survivors(self, mark: int) -> list[Survivor]: ...
+    def passes_ended(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Bytes that grow from pass to pass.
+
+    Attributes:
+        bytes_per_pass: the mean growth.
+        held_bytes: bytes that the tensors of these passes have, resident or not.
+        away_bytes: of these, bytes that are evicted or offloaded.
+        since_pass: the first pass whose tensors still live, counted from 1.
+        line: the line that made most of them; None: it is not known.
+        ops: the ops that made them.
+        module: the number of the module that made most of them; 0: it is not known.
+    """
+
+    bytes_per_pass: float
+    held_bytes: int
+    away_bytes: int
+    since_pass: int
+    line: SourceLine | None
+    ops: tuple[str, ...]
+    module: int = 0
+
+    def text(self, *, binary: bool = False, module: str | None = None) -> str:
+        """One sentence, without its full stop."""
+        size = functools.partial(show_size, binary=binary)
+        where = f"from {self.line}" if self.line else "from a line that is not known"
+        made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")
+        away = f", {size(self.away_bytes)} of them evicted or offloaded" if self.away_bytes else ""
+        return (
+            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass} {where} ({made}); "
+            f"{size(self.held_bytes)} are held{away}"
+        )
+
+
+@dataclass
+class _Growth:
+    """The history of one op."""
+
+    generations: int = 0
+    growths: int = 0
+    first: int = 0  # pass of the birth of the first one that counts, and of the last one
+    newest: int = 0
+    before: int = 0  # bytes before the growth
+    last: int = 0  # passes that had ended at the last growth
+    bytes: int = 0
+    away: int = 0
+    places: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def take(self, ended: int, births: list[int], held: int) -> None:
+        grown = len(births) - self.generations
+        if grown < 0:
+            self.growths, self.before = 0, held
+        elif grown > 0:
+            if self.growths == 0:
+                self.first, self.before = births[-grown], self.bytes
+            self.growths += grown
+            self.last, self.newest = ended, births[-1]
+        self.generations, self.bytes = len(births), held
+
+    def is_leak(self, ended: int) -> bool:
+        if self.growths < PASSES:
+            return False
+        every = (self.newest + 1 - self.first) / self.growths
+        return ended - self.last <= 2 * max(1.0, every)
+
+    @property
+    def rate(self) -> float:
+        return (self.bytes - self.before) / (self.newest + 1 - self.first)
+
+
+class Leaks:
+    """The leaks of one budget.
+
+    Known limitations: tensors under 64 KiB, and loops without a backward, are not looked at. A history that is kept on
+    purpose is told like a leak, until it has reached its length.
+    """
+
+    def __init__(self, native: Native) -> None:
+        self._native = native
+        self._before = native.passes_ended()
+        self._ended = self._before
+        self._ops: dict[str, _Growth] = {}
+        self._lock = threading.Lock()  # the telemetry's thread reads
+
+    def look(self) -> None:
+        """A pass has ended."""
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
+        self._ended = self._native.passes_ended()
+        found = self._native.survivors(MARKED)
+        seen = {row[0] for row in found}
+        for op in list(self._ops):
+            if op not in seen:
+                del self._ops[op]
+        for op, births, held, away, places in found:
+            growth = self._ops.setdefault(op, _Growth())
+            growth.take(self._ended, births, held)
+            growth.away, growth.places = away, places
+
+    def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
+        """The leaks that go on, largest first. The ops of one line are one leak.
+
+        Args:
+            known: the lines by number.
+        """
+        with self._lock:
+            leaking = [(op, growth) for op, growth in self._ops.items() if growth.is_leak(self._ended)]
+            return self._by_line(leaking, known()) if leaking else []
+
+    def _by_line(self, leaking: list[tuple[str, _Growth]], lines: Sequence[SourceLine | None]) -> list[Leak]:
+        by_line: dict[tuple[SourceLine | None, str], list[tuple[str, _Growth, int]]] = {}
+        for op, growth in leaking:
+            known = [(size, line, module) for line, module, size in growth.places if line and lines[line]]
+            modules = [(size, line, module) for line, module, size in growth.places if module]
+            line = lines[max(known)[1]] if known else None
+            module = max(known or modules, default=(0, 0, 0))[2] or max(modules, default=(0, 0, 0))[2]
+            by_line.setdefault((line, "" if line else op), []).append((op, growth, module))
+        leaks = []
+        for (line, _), each in by_line.items():
+            leaks.append(
+                Leak(
+                    bytes_per_pass=sum(g.rate for _, g, _ in each),
+                    held_bytes=sum(g.bytes - g.before for _, g, _ in each),
+                    away_bytes=sum(min(g.away, g.bytes - g.before) for _, g, _ in each),
+                    since_pass=min(g.first for _, g, _ in each) - self._before + 1,
+                    line=line,
+                    ops=tuple(op for op, _, _ in each),
+                    module=next((module for _, _, module in each if module), 0),
+                )
+            )
+        return sorted((leak for leak in leaks if leak.bytes_per_pass > 0), key=lambda leak: -leak.bytes_per_pass)

@@ -1,0 +1,147 @@
+"""Explains a slow run in words: the shares of its time, and the one change that would help most."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memmgr.config.sizes import UNLIMITED, show_size
+
+from .advice import WORTH_SAYING, more_budget, states_change
+
+REMOVED = 0.8
+"""The share of the recomputing and waiting that the budget of `more_budget` removes."""
+LIKELY = 0.1
+"""The share of the passes without a plan from which they are a cause."""
+FIRST_PASSES = 5
+"""Passes that are measured before a plan can be followed: no cause."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Shares of the run's time, 0 to 1; those of several threads add up.
+
+    Attributes:
+        recompute: ops ran again.
+        reads: ops waited for bytes to be read back.
+        room: ops waited for room.
+        copies: copies to and from the tier: of the processors' time, all cores together. 0 on an accelerator.
+        per_op: the pager's own work for each op, as measured in one op of 64.
+    """
+
+    recompute: float
+    reads: float
+    room: float
+    copies: float
+    per_op: float
+
+    @property
+    def whole(self) -> float:
+        """The share of the time; copies run beside the ops, and are not in it."""
+        return self.recompute + self.reads + self.room + self.per_op
+
+    @property
+    def text(self) -> str:
+        """All of them in words."""
+        return (
+            f"recomputing {self.recompute:.1%}, waiting {self.reads + self.room:.1%} (for reads {self.reads:.1%}, for room "
+            f"{self.room:.1%}), copies {self.copies:.1%} of the cores, per-op cost {self.per_op:.1%}"
+        )
+
+
+def losses(stats: Mapping[str, Any], cores: int | None = None) -> Losses:
+    """Where the time went.
+
+    Args:
+        stats: `memmgr.stats()`.
+        cores: that the process may use; default those of `stats`, else of this machine.
+    """
+    wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
+    room = float(stats.get("room_seconds", 0.0))
+    cores = cores or int(stats.get("cores", 0)) or len(os.sched_getaffinity(0))
+    return Losses(
+        float(stats["recompute_seconds"]) / wall,
+        max(0.0, float(stats["stall_seconds"]) - room) / wall,
+        room / wall,
+        float(stats.get("copy_seconds", 0.0)) / wall / cores,
+        float(stats.get("own_seconds", 0.0)) / wall,
+    )
+
+
+def unplanned(stats: Mapping[str, Any], reason: str = "") -> str:
+    """The passes without a plan and why, in words; empty where they are few.
+
+    Args:
+        stats: `memmgr.stats()`.
+        reason: why there is no plan, or why passes leave it, where that is known.
+    """
+    passes, planned = int(stats["passes"]), int(stats.get("planned_passes", 0))
+    left = int(stats.get("left_passes", 0))
+    without = passes - planned
+    if (
+        passes <= FIRST_PASSES
+        or without < LIKELY * passes
+        or int(stats["unmanaged_peak_bytes"]) <= int(stats["budget_bytes"])
+    ):
+        return ""
+    if reason:
+        why = reason
+    elif left:
+        why = f"{left:,} did other ops than the plan"
+    elif int(stats.get("plans", 0)):
+        why = "they ended before the plan was made, or are unlike the planned ones"
+    else:
+        why = "no plan was made"
+    return f"{without:,} of {passes:,} passes without a plan: {why}"
+
+
+def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str, float] | None:
+    """The one change that would help most, and the share of the time that it would save: an estimate. None: there is none.
+
+    Args:
+        stats: `memmgr.stats()`.
+        binary: sizes in powers of two.
+    """
+    size = functools.partial(show_size, binary=binary)
+    if int(stats["budget_bytes"]) >= UNLIMITED:
+        return None
+    found = losses(stats)
+    changes: list[tuple[float, str]] = []
+    knob = states_change(dict(stats), binary=binary)
+    more = more_budget(dict(stats), REMOVED)
+    if knob is not None:
+        changes.append(knob)
+    elif more is not None:
+        then = size(int(stats["budget_bytes"]) + more)
+        changes.append((REMOVED * (found.whole - found.per_op), f"+{size(more)} of budget ({then})"))
+    if found.per_op > WORTH_SAYING:
+        changes.append((found.per_op / 2, "twice the batch: the cost of an op does not depend on its size"))
+    if not changes:
+        return None
+    saved, text = max(changes)
+    return text, min(saved, 1.0)
+
+
+def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "") -> str:
+    """One sentence: where the time went, passes without a plan, the change that would help most.
+
+    Args:
+        stats: `memmgr.stats()`.
+        binary: sizes in powers of two.
+        reason: as in `unplanned`.
+    """
+    parts = ["where the time went: " + losses(stats).text, unplanned(stats, reason)]
+    change = best_change(stats, binary=binary)
+    if change is not None:
+        parts.append(f"what would help most: {change[0]}, about {change[1]:.0%} less time (an estimate)")
+    return "; ".join(filter(None, parts))
+
+
+def is_slow(stats: Mapping[str, Any]) -> bool:
+    """The losses are worth a line. Where all tensors fitted they are not: more budget would change nothing."""
+    found = losses(stats)
+    fitted = int(stats["unmanaged_peak_bytes"]) <= int(stats["budget_bytes"])
+    return not fitted and max(found.whole, found.copies) >= WORTH_SAYING

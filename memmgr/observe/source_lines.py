@@ -1,0 +1,151 @@
+"""Source lines: the ops that are recorded with the line that called them, and the lines in words.
+
+The pager looks a line up when an op has made a large tensor: about a microsecond. By default it does so in some passes
+only: the first two, and those whose number is a power of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+import torch
+
+NO_OP, MARKED_OPS, ALL_OPS = 0, 1, 2
+"""The values are those of `allocator/pager/base/source_lines.h`."""
+
+
+class Recorded(Protocol):
+    """The function of the pager that has the lines."""
+
+    def source_lines(self) -> list[tuple[str, int, str]]: ...
+
+
+class Native(Recorded, Protocol):
+    """The functions that are used of the pager."""
+
+    def take_lines(self, mode: int, log: bool, folders: tuple[str, ...]) -> None: ...
+
+
+MOST_LIKE = 4096
+"""Ops and sizes whose lines are kept for tensors like theirs."""
+
+
+OUTSIDE = "(outside of modules)"
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the program.
+
+    Attributes:
+        file: shortened as in `show`.
+        function: the qualified name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def place(self) -> str:
+        """The function that the line is in, for tensors whose module was not recorded."""
+        if self.function == "<module>":
+            return OUTSIDE
+        return self.function if self.function.endswith(".forward") else f"{self.function}()"
+
+
+@functools.cache
+def skipped_folders() -> tuple[str, ...]:
+    """The folders, and files, of functions that are not the program's: torch's, memmgr's, and decorators of Python's library."""
+    library = sysconfig.get_paths()["stdlib"]
+    of_python = [os.path.join(library, name) for name in ("contextlib.py", "functools.py", "threading.py", "runpy.py")]
+    packages = [os.path.dirname(str(torch.__file__)), os.path.dirname(os.path.dirname(__file__))]
+    return (*(package + os.sep for package in packages), *of_python)
+
+
+def show(file: str) -> str:
+    """The path from the current folder or the entry of `sys.path` that has it, whichever is shorter; else as it is."""
+    folders = [entry for entry in (os.getcwd(), *sys.path) if entry and file.startswith(entry.rstrip(os.sep) + os.sep)]
+    return min((os.path.relpath(file, entry) for entry in folders), key=len, default=file)
+
+
+def of_caller() -> SourceLine | None:
+    """The line of the program that this thread is at."""
+    skipped = skipped_folders()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*skipped, "<frozen")):
+            return SourceLine(show(code.co_filename), frame.f_lineno, getattr(code, "co_qualname", code.co_name))
+        frame = frame.f_back
+    return None
+
+
+class TakenLines:
+    """The passes in which lines are taken, and the lines by number.
+
+    Args:
+        native: the pager.
+        always: lines are taken in all passes: the user asked for it.
+    """
+
+    def __init__(self, native: Native, *, always: bool) -> None:
+        self._native = native
+        self._always = always
+        self._known = KnownLines(native)
+
+    def begin(self) -> None:
+        """A budget opens: its first pass is recorded."""
+        self._native.take_lines(ALL_OPS, True, skipped_folders())
+
+    def ended_pass(self, count: int) -> None:
+        """A pass has ended; the next one has this number, counted from 0."""
+        on = self._always or count & (count - 1) == 0
+        self._native.take_lines(ALL_OPS if on else MARKED_OPS, on, skipped_folders())
+
+    def end(self) -> None:
+        """The budget closes."""
+        self._native.take_lines(NO_OP, False, skipped_folders())
+
+    def lines(self) -> Sequence[SourceLine | None]:
+        """By number; None: the line is not known."""
+        return self._known.all()
+
+
+class KnownLines:
+    """The lines that were recorded."""
+
+    def __init__(self, native: Recorded) -> None:
+        self._native = native
+        self._lines: list[SourceLine | None] = []
+        self._like: dict[tuple[str | None, int], set[str]] = {}
+
+    def all(self) -> Sequence[SourceLine | None]:
+        """By number; None: the line is not known."""
+        new = self._native.source_lines()[len(self._lines) :]
+        self._lines += [SourceLine(show(file), line, name) if line else None for file, line, name in new]
+        return self._lines
+
+    def place(self, number: int) -> str | None:
+        """The function of a line."""
+        line = self.all()[number] if number else None
+        return line.place if line is not None else None
+
+    def of(self, number: int, op: str | None, size: int) -> str | None:
+        """The line of a tensor in words; where it was not recorded, the lines of those of its op and size."""
+        like = self._like.setdefault((op, size), set()) if len(self._like) < MOST_LIKE else set()
+        if number:
+            line = str(self.all()[number])
+            like.add(line)
+            return line
+        return " or ".join(sorted(like)) if 0 < len(like) <= 2 else None

@@ -1,0 +1,233 @@
+"""`memmgr.explain`: the holders of memory with their lines, and leaks."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memmgr
+from memmgr.observe.holdings import Explanation
+from memmgr.observe.leaks import PASSES, Leaks, Survivor
+
+TOP = 5
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, 96)
+        self.rnn = nn.LSTM(96, 160, batch_first=True)
+        self.head = nn.Linear(160, 500)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded = self.embed(tokens)
+        hidden, _ = self.rnn(embedded)
+        return self.head(hidden)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2)
+        weights = scores.softmax(-1)
+        return self.out(weights @ v)
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(200, 64)
+        self.blocks = nn.ModuleList(Attention(64) for _ in range(2))
+        self.head = nn.Linear(64, 200)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Convnet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 24, 3, padding=1)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(images).relu()
+        x = torch.tanh(self.second(x))
+        return self.head(x.mean((2, 3)))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str | tuple[str, int], str]]] = {
+    "lstm": (
+        Lstm,
+        lambda: torch.randint(500, (8, 32)),
+        {"mm": "self.head(hidden)", "mkldnn_rnn_layer": "self.rnn(embedded)"},
+    ),
+    "gpt": (
+        Gpt,
+        lambda: torch.randint(200, (8, 64)),
+        {
+            ("addmm", 192): "self.qkv(x)",
+            ("addmm", 200): "self.head(x)",
+            "bmm": "weights @ v",
+            "_softmax": "scores.softmax(-1)",
+            "add.Tensor": "x + block(x)",
+        },
+    ),
+    "convnet": (
+        Convnet,
+        lambda: torch.randn(4, 3, 48, 48),
+        {"relu": ".relu()", "tanh": "torch.tanh(", "randn": "torch.randn("},
+    ),
+}
+
+
+def _text(line: Any) -> str:
+    found = [path for path in (Path(line.file), Path(__file__)) if path.name == Path(__file__).name]
+    return linecache.getline(str(found[-1]), line.line)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_largest_holders_have_their_lines(case: str) -> None:
+    make, data, calls = CASES[case]
+    torch.manual_seed(0)
+    with memmgr.budget(None, device="cpu", quiet=True):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(data()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = model(data())
+        found = memmgr.explain()
+    assert kept.requires_grad
+    largest = [holder for holder in found.now if holder.by_op][:TOP]  # other tests may have left tensors
+    assert len(largest) == TOP
+    for holder in largest:
+        assert len(holder.lines) == 1, holder
+        text = _text(holder.lines[0])
+        if holder.kind == "result":
+            width = holder.bytes // holder.count // (4 * 8 * 64)
+            assert (calls.get((holder.name, width)) or calls[holder.name]) in text, holder
+        elif holder.kind == "optimizer state":
+            assert "optimizer.step()" in text, holder
+        else:
+            assert holder.kind == "parameter", holder
+            assert f"self.{holder.name.split('.')[-2]} = nn." in text, holder
+    assert any(holder.kind == "made in backward" and "backward()" in _text(holder.lines[0]) for holder in found.peak)
+
+
+def test_all_lines_and_modules_are_recorded_if_asked_for() -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    with memmgr.budget(None, device="cpu", quiet=True, lines=True):
+        for _ in range(6):  # pass 5 would not be recorded
+            kept = model(torch.randint(200, (8, 64)))
+            found = memmgr.explain()
+            kept.square().mean().backward()
+            model.zero_grad()
+    results = [holder for holder in found.now if holder.kind == "result"]
+    assert {holder.module for holder in results} >= {"Gpt", "Gpt.head", "Gpt.blocks.0", "Gpt.blocks.1.qkv"}
+    assert all(len(holder.lines) == 1 for holder in results)
+    assert "blocks.1.qkv.weight" not in str(found.leaks)
+
+
+def _leaking(steps: int, hold: Callable[[list[torch.Tensor], torch.Tensor], None]) -> Explanation:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    held: list[torch.Tensor] = []
+    with memmgr.budget("6MB", device="cpu", quiet=True):
+        for _ in range(steps):
+            y = model(torch.randn(256, 64))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            hold(held, y)
+        return memmgr.explain()
+
+
+def test_a_leak_is_told_within_ten_steps_with_its_line() -> None:
+    found = _leaking(10, lambda held, y: held.append(y))
+    assert [leak.ops for leak in found.leaks] == [("aten::addmm",)]
+    (leak,) = found.leaks
+    assert leak.line is not None
+    assert "y = model(" in _text(leak.line)
+    assert leak.bytes_per_pass == 256 * 64 * 4
+    assert leak.since_pass == 1
+    assert "a leak: +65.5 kB a step since step 1 from " in str(found)
+
+
+def test_a_leak_that_begins_late_has_its_line() -> None:
+    """After pass 16 lines are recorded only of ops that seem to leak."""
+    steps = iter(range(100))
+    found = _leaking(34, lambda held, y: held.append(y) if next(steps) >= 20 else None)
+    assert [leak.since_pass for leak in found.leaks] == [21]
+    assert found.leaks[0].line is not None
+    assert "y = model(" in _text(found.leaks[0].line)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_history_of_fixed_length_is_no_leak(length: int) -> None:
+    def hold(held: list[torch.Tensor], y: torch.Tensor) -> None:
+        held.append(y)
+        del held[:-length]
+
+    assert not _leaking(16, hold).leaks
+
+
+class Counted:
+    """A pager that holds `rows`."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.rows: list[Survivor] = []
+
+    def survivors(self, mark: int) -> list[Survivor]:
+        return self.rows
+
+    def passes_ended(self) -> int:
+        return self.passes
+
+
+def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
+    pager = Counted()
+    leaks = Leaks(pager)
+    for i in range(1, PASSES + 1):
+        pager.passes = i + 1
+        pager.rows = [("aten::mm", list(range(i)), 100 * i, 0, [(0, 0, 100 * i)])]
+        leaks.look()
+        assert bool(leaks.found(lambda: [None])) == (i == PASSES)
+    (leak,) = leaks.found(lambda: [None])
+    assert (leak.bytes_per_pass, leak.held_bytes, leak.line) == (100, 100 * PASSES, None)
+    assert "from a line that is not known (mm)" in leak.text()
+    for _ in range(3):  # nothing is added any more
+        pager.passes += 1
+        leaks.look()
+    assert not leaks.found(lambda: [None])
+    pager.rows = [("aten::mm", [0, 1, pager.passes - 2], 300, 0, [])]
+    leaks.look()
+    assert not leaks.found(lambda: [None])
+
+
+def test_explain_without_a_budget_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="needs an open budget"):
+        memmgr.explain()
+    assert inspect.signature(memmgr.explain).parameters["top"].default == 10
+    assert "memmgr.api.budget" in sys.modules

@@ -1,0 +1,66 @@
+"""Why a run is slow, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memmgr.config.sizes import UNLIMITED
+from memmgr.observe.slowness import best_change, is_slow, losses, unplanned, why_slow
+
+from . import lines
+
+
+def _stats(**changed: Any) -> dict[str, Any]:
+    found = {"room_seconds": 0.1, "copy_seconds": 0.8, "own_seconds": 0.25, "cores": 4, "planned_passes": 20}
+    return lines.stats(**{**found, **changed})
+
+
+def test_shares_of_the_time_and_of_the_cores() -> None:
+    found = losses(_stats())
+    assert (found.recompute, found.reads, found.room) == pytest.approx((0.15, 0.04, 0.01))
+    assert (found.copies, found.per_op) == pytest.approx((0.02, 0.025))
+    assert found.text == (
+        "recomputing 15.0%, waiting 5.0% (for reads 4.0%, for room 1.0%), copies 2.0% of the cores, per-op cost 2.5%"
+    )
+
+
+def test_the_change_that_helps_most_has_an_estimate() -> None:
+    text, saved = best_change(_stats()) or ("", 0.0)
+    assert text == "+3.2 MB of budget (11.2 MB)"
+    assert saved == pytest.approx(0.8 * 0.2)
+    text, saved = best_change(_stats(own_seconds=6.0)) or ("", 0.0)
+    assert text.startswith("twice the batch")
+    assert saved == pytest.approx(0.3)
+    assert best_change(_stats(budget_bytes=UNLIMITED)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "words"),
+    [
+        ({"planned_passes": 5}, "no schedule fits", "15 of 20 passes without a plan: no schedule fits"),
+        ({"planned_passes": 5, "left_passes": 9}, "", "15 of 20 passes without a plan: 9 did other ops than the plan"),
+        ({"planned_passes": 0}, "", "20 of 20 passes without a plan: no plan was made"),
+        ({"planned_passes": 5, "plans": 1}, "", "15 of 20 passes without a plan: they ended before the plan"),
+        ({"planned_passes": 19}, "", ""),
+        ({"planned_passes": 0, "passes": 3}, "", ""),
+        ({"planned_passes": 0, "unmanaged_peak_bytes": 1}, "", ""),
+    ],
+)
+def test_passes_without_a_plan_and_why(changed: dict[str, Any], reason: str, words: str) -> None:
+    said = unplanned(_stats(**changed), reason)
+    assert said.startswith(words) if words else not said
+
+
+def test_one_sentence_has_all_of_it() -> None:
+    said = why_slow(_stats(planned_passes=5), reason="no schedule fits")
+    assert said.startswith("where the time went: recomputing 15.0%")
+    assert said.endswith(
+        "; 15 of 20 passes without a plan: no schedule fits; what would help most: +3.2 MB of budget (11.2 MB), about 16% "
+        "less time (an estimate)"
+    )
+    assert is_slow(_stats())
+    assert not is_slow(_stats(recompute_seconds=0.0, stall_seconds=0.1, own_seconds=0.1))
+    assert not is_slow(_stats(budget_bytes=UNLIMITED))
+    assert not is_slow(_stats(unmanaged_peak_bytes=1)), "all of it fitted"
