@@ -79,11 +79,11 @@ demo: ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits,
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup compiled ## what a change has to pass
-	@echo "make test: about 17 minutes on two cores; make test-fast takes two"
+	@echo "make test: about 11 minutes on two cores; make test-fast takes one"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-fast: setup compiled ## a case a rule, the core, policies, the text of tools, in two minutes
-	@echo "make test-fast: two minutes on two cores"
+test-fast: setup compiled ## a case a rule, the core, policies, the text of tools, in a minute
+	@echo "make test-fast: a minute on two cores"
 	$(PYTEST) -m "fast and not slow" $$(grep -rl --include='test_*.py' 'pytest.mark.rule(' tests) \
 	  tests/core tests/policies tests/tools/test_cli.py tests/tools/test_completion.py tests/tools/test_words.py tests/tools/test_packaging.py $(PYTEST_ARGS)
 
