@@ -12,22 +12,10 @@
 
 using namespace memmgr::pager;
 
-static Lock& graph() {
-  static auto* lock = new Lock(LockId::kGraph);
-  return *lock;
-}
-static Lock& kinds() {
-  static auto* lock = new Lock(LockId::kKinds);
-  return *lock;
-}
-static Lock& events() {
-  static auto* lock = new Lock(LockId::kEvents);
-  return *lock;
-}
-static Lock& drawing() {
-  static auto* lock = new Lock(LockId::kDrawing);
-  return *lock;
-}
+static Lock& graph() { return lock_of(LockId::kGraph); }
+static Lock& kinds() { return lock_of(LockId::kKinds); }
+static Lock& events() { return lock_of(LockId::kEvents); }
+static Lock& drawing() { return lock_of(LockId::kDrawing); }
 
 static void in_order() {
   const Hold a(drawing());

@@ -52,7 +52,7 @@ struct Budget {
   bool tier_writes = false;  // false: it only reads files that are lent to it
   Options options;
 
-  Lock error_lock{LockId::kTierError};
+  Lock& error_lock = lock_of(LockId::kTierError);
   std::string tier_error GUARDED_BY(error_lock);  // the last one
 };
 

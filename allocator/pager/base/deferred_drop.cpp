@@ -55,7 +55,7 @@ namespace {
 
 // Drops references where that may take the GIL, in a thread that has none of the pager's locks.
 struct Dropper {
-  Lock lock{LockId::kDropper};
+  Lock& lock = lock_of(LockId::kDropper);
   Condition changed;
   std::vector<StoragePtr> waiting GUARDED_BY(lock);
   bool busy GUARDED_BY(lock) = false;

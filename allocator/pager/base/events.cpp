@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kMostKeys = 4096;
 
 struct Events {
-  Lock lock{LockId::kEvents};
+  Lock& lock = lock_of(LockId::kEvents);
   EventSums noted GUARDED_BY(lock);
 };
 Events& events() {

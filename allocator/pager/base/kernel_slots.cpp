@@ -20,7 +20,7 @@ bool fence_in_kernel = false;
 namespace {
 
 struct KernelSlots {
-  Lock lock{LockId::kSlots};
+  Lock& lock = lock_of(LockId::kSlots);
   std::vector<KernelSlot*> all;
   uint64_t ops_of_ended = 0;
 };

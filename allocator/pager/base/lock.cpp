@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <vector>
+#include <iterator>
 
 #include "base/debug.h"
 
@@ -28,21 +28,28 @@ constexpr Facts kFacts[kLocks] = {
 #undef LOCK
 };
 
+static_assert(std::is_sorted(std::begin(kFacts), std::end(kFacts),
+                             [](const Facts& a, const Facts& b) { return a.rank < b.rank; }));
+
 const Facts& facts_of(LockId id) { return kFacts[static_cast<size_t>(id)]; }
 
-// Locks are made at their first use, in any thread.
-std::atomic<Lock*> made[kLocks];
+struct AllLocks {
+  Lock locks[kLocks] = {
+#define LOCK(name, rank, fork, guards) Lock(LockId::k##name),
+#include "base/locks.def"
+#undef LOCK
+  };
+};
+
+AllLocks& all_locks() {
+  static auto* all = new AllLocks;
+  return *all;
+}
 
 // Two threads may fork at once.
 std::mutex& forking() {
   static auto* lock = new std::mutex;
   return *lock;
-}
-
-// Those that the fork under way has taken: another thread may make one meanwhile.
-std::vector<Lock*>& taken_by_fork() {
-  static auto* all = new std::vector<Lock*>;
-  return *all;
 }
 
 // A fixed array whose free slots are null. It is filled in any thread and read in a forked child.
@@ -70,7 +77,9 @@ thread_local HeldLocks tl_held;
 
 Condition::Condition() { conditions.add(this); }
 
-Lock::Lock(LockId id) : id_(id) { made[static_cast<size_t>(id)].store(this); }
+Lock& lock_of(LockId id) { return all_locks().locks[static_cast<size_t>(id)]; }
+// Before there is a second thread: a child of fork would wait for ever for the end of a making that it has cut off.
+static const Lock& made_at_load = lock_of(LockId::kGraph);
 
 void check_rank(LockId id) {
   for (size_t i = 0; i < tl_held.count; ++i) {
@@ -95,30 +104,23 @@ void note_given(LockId id) {
   tl_held.count--;
 }
 
+// The table is in the order of ranks. The leaves are of one rank: a thread that has one takes no other lock, so waiting
+// for them is safe.
 void take_locks_for_fork() {
   forking().lock();
-  std::vector<Lock*>& all = taken_by_fork();
-  all.clear();
-  for (size_t i = 0; i < kLocks; ++i)
-    if (Lock* lock = kFacts[i].fork == AtFork::kTaken ? made[i].load() : nullptr) all.push_back(lock);
-  std::sort(all.begin(), all.end(),
-            [](const Lock* a, const Lock* b) { return facts_of(a->id()).rank < facts_of(b->id()).rank; });
-  // The leaves are of one rank. A thread that has one takes no other lock, so waiting for them is safe.
-  for (Lock* lock : all) lock->take_for_fork();
+  for (Lock& lock : all_locks().locks)
+    if (facts_of(lock.id()).fork == AtFork::kTaken) lock.take_for_fork();
 }
 
 void give_locks_after_fork() {
-  for (Lock* lock : taken_by_fork()) lock->give_after_fork();
+  for (Lock& lock : all_locks().locks)
+    if (facts_of(lock.id()).fork == AtFork::kTaken) lock.give_after_fork();
   forking().unlock();
 }
 
 void renew_after_fork() {
-  const auto taken = [](const Lock* lock) {
-    const std::vector<Lock*>& all = taken_by_fork();
-    return std::find(all.begin(), all.end(), lock) != all.end();
-  };
-  for (size_t i = 0; i < kLocks; ++i)
-    if (Lock* lock = made[i].load(); lock && !taken(lock)) lock->renew();  // also one that was made during the fork
+  for (Lock& lock : all_locks().locks)
+    if (facts_of(lock.id()).fork == AtFork::kRenewed) lock.renew();
   for (const auto& slot : conditions.all)
     if (Condition* condition = slot.load()) condition->renew();
   for (const auto& slot : renewed.all)

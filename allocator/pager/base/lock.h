@@ -34,10 +34,9 @@ void check_rank(LockId id);
 void note_taken(LockId id);
 void note_given(LockId id);
 
-// There is one of each id, and it lives as long as the process.
 class MM_LOCKS(capability("mutex")) Lock : private std::mutex {
  public:
-  explicit Lock(LockId id);
+  explicit Lock(LockId id) : id_(id) {}
   Lock(const Lock&) = delete;
   void lock() MM_LOCKS(acquire_capability()) {
     const bool checks = checks_lock_ranks.load(std::memory_order_relaxed);
@@ -65,6 +64,9 @@ class MM_LOCKS(capability("mutex")) Lock : private std::mutex {
  private:
   const LockId id_;
 };
+
+// There is one of each id. All are made when the library is loaded, and live as long as the process.
+Lock& lock_of(LockId id);
 
 // Holds a lock while it lives. A Condition waits on it.
 class MM_LOCKS(scoped_lockable) Hold {
@@ -112,7 +114,7 @@ struct Condition : std::condition_variable_any {
 // Takes all locks that a fork takes, in the order of their ranks.
 void take_locks_for_fork();
 void give_locks_after_fork();
-// Makes the others and all conditions new, and calls the functions of `in_forked_child`. In the child, after
+// Makes the other locks and all conditions new, and calls the functions of `in_forked_child`. In the child, after
 // give_locks_after_fork().
 void renew_after_fork();
 // Registers a function that a forked child calls first. Returns true.

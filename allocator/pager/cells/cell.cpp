@@ -17,8 +17,8 @@ std::atomic<int64_t> absent_cells{0};
 
 // Never destroyed: storages outlive statics.
 Lock& graph_lock() {
-  static auto* lock = new Lock(LockId::kGraph);
-  return *lock;
+  static Lock& lock = lock_of(LockId::kGraph);
+  return lock;
 }
 
 Recycled<Cell>& cell_memory() {

@@ -29,7 +29,7 @@ constexpr uint64_t kRestsNs = 1'000'000'000;
 struct Admission {
   std::atomic<uint64_t> running{0};
   std::atomic<int> waiting{0};
-  Lock lock{LockId::kAdmission};
+  Lock& lock = lock_of(LockId::kAdmission);
   Condition changed;
   std::vector<unsigned long> foreign GUARDED_BY(lock);  // threads in ops of other libraries
 };

@@ -44,7 +44,7 @@ struct Slice {
 using SlicePtr = std::shared_ptr<Slice>;
 
 struct Pending {
-  Lock lock{LockId::kSteps};
+  Lock& lock = lock_of(LockId::kSteps);
   Condition ended;
   std::unordered_map<c10::StorageImpl*, SlicePtr> of_storage;
   bool may_wait = false;

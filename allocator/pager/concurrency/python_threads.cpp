@@ -117,7 +117,7 @@ struct Other {
 };
 
 struct Others {
-  Lock lock{LockId::kOtherThreads};
+  Lock& lock = lock_of(LockId::kOtherThreads);
   std::vector<Other> all;
   uint64_t until_ns = 0;  // later no thread is waited for: one that has not gone on runs no op
 };

@@ -25,7 +25,7 @@ struct InFlight {
 };
 
 struct Works {
-  Lock lock{LockId::kWorks};
+  Lock& lock = lock_of(LockId::kWorks);
   std::list<InFlight> all GUARDED_BY(lock);
   std::atomic<size_t> count{0};
 };

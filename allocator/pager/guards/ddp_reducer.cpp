@@ -80,7 +80,7 @@ struct Last {
 };
 
 struct Accumulated {
-  Lock lock{LockId::kAccumulated};
+  Lock& lock = lock_of(LockId::kAccumulated);
   std::vector<Last> all GUARDED_BY(lock);  // one for each thread
 };
 

@@ -116,7 +116,7 @@ void write_switches(const Switches& now, const Switches& then) {
 }
 
 struct Interned {
-  Lock lock{LockId::kNumerics};
+  Lock& lock = lock_of(LockId::kNumerics);
   std::deque<Switches> all GUARDED_BY(lock);  // addresses stay valid
 };
 

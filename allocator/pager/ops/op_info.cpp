@@ -438,7 +438,7 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
   Entry& e = recent[(hash >> 6) % 1024];
   const uint32_t ended = ended_ops.load(std::memory_order_relaxed);
   if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op && e.ended == ended)) return e.info;
-  static auto& lock = *new Lock(LockId::kOpInfos);
+  Lock& lock = lock_of(LockId::kOpInfos);
   static auto* all = new std::unordered_map<c10::OperatorHandle, std::pair<OpInfo*, uint32_t>>;
   static auto* listening = new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountsEnds>()));

@@ -14,8 +14,8 @@
 namespace memmgr::pager {
 
 static Lock& drawing_lock() {
-  static auto* lock = new Lock(LockId::kDrawing);
-  return *lock;
+  static Lock& lock = lock_of(LockId::kDrawing);
+  return lock;
 }
 
 static thread_local bool tl_drawing = false;

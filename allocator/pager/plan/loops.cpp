@@ -25,7 +25,7 @@ constexpr size_t kMostKnown = 8;  // loops
 
 // The last turns, handed to the thread that waits for loops.
 struct Told {
-  Lock lock{LockId::kLoops};
+  Lock& lock = lock_of(LockId::kLoops);
   Condition ended;
   bool stop = false, fresh = false;
   Timeline timeline;

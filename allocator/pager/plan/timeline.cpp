@@ -158,7 +158,7 @@ void take_device_times(Timeline* t) {
   struct Least {
     float clean = -1, waited = -1;
   };
-  static auto& lock = *new Lock(LockId::kDeviceTimes);
+  Lock& lock = lock_of(LockId::kDeviceTimes);
   static auto* known = new std::unordered_map<uint64_t, Least>;
   constexpr size_t kMostKnown = 1 << 16;
   const Hold hold(lock);

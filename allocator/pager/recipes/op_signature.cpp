@@ -26,7 +26,7 @@ namespace {
 constexpr uint32_t kTriedEnough = 32;  // a program with fixed shapes rarely has as many signatures in a family
 
 struct Kinds {
-  Lock lock{LockId::kKinds};
+  Lock& lock = lock_of(LockId::kKinds);
   std::unordered_map<uint64_t, Kind*> all GUARDED_BY(lock);  // they live as long as the process: recipes point at them
   std::unordered_map<uint64_t, Family*> families GUARDED_BY(lock);
 };

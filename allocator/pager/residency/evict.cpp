@@ -42,7 +42,7 @@ namespace {
 // In torture mode evicted bytes are kept for a while and overwritten: the cell is restored elsewhere, and a reader of
 // the old address is found.
 struct Buried {
-  Lock lock{LockId::kBuried};
+  Lock& lock = lock_of(LockId::kBuried);
   std::deque<std::pair<at::DataPtr, uint64_t>> all GUARDED_BY(lock);
   uint64_t total GUARDED_BY(lock) = 0;
 };

@@ -41,7 +41,7 @@ Victims& victims() {
 
 // Records that an order is wanted, for wait_for_pressure().
 struct Pressure {
-  Lock lock{LockId::kPressure};
+  Lock& lock = lock_of(LockId::kPressure);
   Condition told;
   bool wanted GUARDED_BY(lock) = false;
 };
