@@ -67,6 +67,7 @@
 #include "pools/pool.cpp"
 #include "pools/scratch.cpp"
 #include "pools/stream_rules.cpp"
+#include "python/bind.cpp"
 #include "python/bind_figures.cpp"
 #include "python/bind_plans.cpp"
 #include "python/bind_pool.cpp"

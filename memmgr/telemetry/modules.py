@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -17,22 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memmgr.observe.memory_inventory import model_states, size_of
 
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
+
 LEARNED_PASSES = 4  # at a time: programs alternate
-
-
-class Native(Protocol):
-    """The functions that are used of the native half."""
-
-    def set_learning(self, on: bool) -> None: ...
-    def set_module(self, number: int) -> None: ...
-    def ops_astray(self) -> int: ...
-    def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
 
 
 class Modules:
     """Numbers for module paths, kept for the life of a budget; number 0 is "unknown"."""
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Pager) -> None:
         self._native = native
         self.names: list[str] = ["?"]
         self._numbers: dict[str, int] = {}

@@ -16,17 +16,20 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memmgr.common.constants import Stretch
 from memmgr.common.threads import join
 from memmgr.observe.ranks import where_in_job
 
-from . import modules as modules_
 from . import stream
 from .consumers import Consumer, Log, Reader, dumps, log_path
 from .modules import Modules
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
 """The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
@@ -34,12 +37,9 @@ SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders"
 
 EVENTS_SECONDS = 0.5  # least time between two lines of events: each line is a sum over many small events
 
-WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of the pager's `Event`
-MAP_STATES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")  # in the order of `memory_map`
-GONE = ("present", "evicted", "offloaded")
+MAP_STATES = tuple(state.name.lower() for state in Stretch)
 MOST_READERS = 8
 CLOSING_SECONDS = 0.2  # for readers to take the last lines
-_CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving".split()
 
 
 class About(Protocol):
@@ -57,16 +57,6 @@ class About(Protocol):
         """Finds the owners of tensors, for the next samples."""
 
 
-class Native(modules_.Native, Protocol):
-    """The functions that are used of the native half."""
-
-    def set_detail(self, on: bool) -> None: ...
-    def drain_events(self) -> tuple[list[tuple[int, str | None, int, int, int, float]], int]: ...
-    def watch_cells(self, limit: int) -> tuple[list[tuple[Any, ...]], dict[int, tuple[int, int, int]]]: ...
-    def memory_map(self, columns: int) -> tuple[int, list[tuple[int, ...]]]: ...
-    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
-
-
 _open: set[Telemetry] = set()
 
 
@@ -80,7 +70,7 @@ def _tidy() -> None:
 class Telemetry:
     """The stream of one open budget."""
 
-    def __init__(self, native: Native, about: About, log: str | None) -> None:
+    def __init__(self, native: Pager, about: About, log: str | None) -> None:
         self._native = native
         self._about = about
         self.modules = Modules(native)
@@ -133,6 +123,7 @@ class Telemetry:
         # Deadlines of tasks that walk Python objects begin as if each had just run: a dashboard that connects and
         # disconnects in the first seconds must cost nothing.
         self._not_before["holders"] = self._begun + 0.02 / SHARES["holders"]
+        self._native.sleeps_in(self._round)
         self._thread = threading.Thread(target=self._loop, name="memmgr-telemetry", daemon=True)
         self._thread.start()
 
@@ -331,12 +322,22 @@ class Telemetry:
 
     def _gather(self) -> None:
         """Adds the events since the last call to the sums of all consumers."""
-        events, unlisted = self._native.drain_events()
+        events = self._native.drain_events()
         passes = [self._passes.popleft() for _ in range(len(self._passes))]
         happenings = [self._happenings.popleft() for _ in range(len(self._happenings))]
-        named = [(WHAT[what], op, self.modules.name(module), *sums) for what, op, module, *sums in events]
+        named = [
+            (
+                event["what"],
+                event["op"],
+                self.modules.name(event["module"]),
+                event["count"],
+                event["bytes"],
+                event["seconds"],
+            )
+            for event in events["sums"]
+        ]
         for consumer in self._consumers():
-            consumer.collect(named, unlisted, passes)
+            consumer.collect(named, events["unlisted"], passes)
             for event in happenings:
                 consumer.put({"type": "event", **event})
 
@@ -376,17 +377,12 @@ class Telemetry:
         return {"type": "sample", "seconds": self._now(), **self._about.sample()}
 
     def _cells(self, wanting: list[Consumer]) -> dict[str, Any]:
-        rows, modules = self._native.watch_cells(max(consumer.cells for consumer in wanting))
-        cells = []
-        for row in rows:
-            cell = dict(zip(_CELL, row, strict=True))
-            cell["state"] = GONE[cell["state"]]
-            cell["module"] = self.modules.name(cell["module"])
-            cells.append(cell)
+        watched = self._native.watch_cells(max(consumer.cells for consumer in wanting))
+        cells = [{**cell, "module": self.modules.name(cell["module"])} for cell in watched["cells"]]
         shares: dict[str, list[int]] = {}
-        for number, sums in modules.items():
+        for number, sums in watched["modules"].items():
             share = shares.setdefault(self.modules.name(number) or "?", [0, 0, 0])
-            for i, size in enumerate(sums):
+            for i, size in enumerate((sums["present"], sums["held"], sums["absent"])):
                 share[i] += size
         by_module = [
             {"module": name, "present_bytes": present, "held_bytes": held, "gone_bytes": gone}
@@ -400,8 +396,11 @@ class Telemetry:
         }
 
     def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
-        span, columns = self._native.memory_map(max(consumer.columns for consumer in wanting))
-        return {"type": "map", "seconds": self._now(), "span_bytes": span, "columns": columns}
+        return {
+            "type": "map",
+            "seconds": self._now(),
+            **self._native.memory_map(max(consumer.columns for consumer in wanting)),
+        }
 
     def _holders(self, wanting: list[Consumer]) -> dict[str, Any]:
         self._about.look()
