@@ -25,7 +25,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint api format bench gpu-bundle gpu-check wheel wheels release-check clean
+.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,7 +54,7 @@ endif
 
 # The editable install finds Python sources where they lie, by a table: the native half has to be built again, and the table
 # made again when a folder comes.
-$(VENV)/.package: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr/*/__init__.py tools/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
+$(VENV)/.package: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr/*/__init__.py tools/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h allocator/*/*/*.def)
 	$(INSTALL) --no-build-isolation -e .
 	@touch $@
 
@@ -157,6 +157,9 @@ lint: setup ## ruff, clang-format, the words of comments, mypy --strict
 	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/|| exit 1; done
 	@ln -s ../../../policies ../../../tools build/typed/memmgr/
 	cd build/typed && ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p memmgr
+
+stub: setup ## the types and the constants of the pager from its module
+	$(PY) scripts/make_stub.py
 
 api: setup ## docs/api.md from the docstrings
 	$(PY) scripts/api_reference.py

@@ -33,7 +33,7 @@ class pin:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         runtime = budgets.current()
-        self._held: Any = runtime.native.pin(tensors, True, False, True) if runtime is not None else None
+        self._held: Any = runtime.native.pin(tensors, written=True, held=True) if runtime is not None else None
 
     def release(self) -> None:
         """They may leave again. A second call does nothing."""

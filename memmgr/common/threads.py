@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import ctypes
 import gc
+import multiprocessing.connection
 import os
+import selectors
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from types import FunctionType
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 T = TypeVar("T")
 
+_SLEEPS = {
+    threading: ("wait", "_wait_for_tstate_lock"),
+    concurrent.futures.thread: ("_worker",),
+    selectors: ("select",),
+    socket: ("accept", "readinto"),
+    multiprocessing.connection: ("_recv",),
+}
 _BEHIND = 10  # nice: about a tenth of the processor time of a training thread
+
+
+def sleeping_functions() -> list[FunctionType]:
+    """Functions of Python's library in which a thread sleeps until another thread, or a peer, wakes it."""
+    found = []
+    for module, names in _SLEEPS.items():
+        classes = [thing for thing in vars(module).values() if isinstance(thing, type)]
+        for owner in (module, *(cls for cls in classes if cls.__module__ == module.__name__)):
+            found += [thing for name in names if isinstance(thing := vars(owner).get(name), FunctionType)]
+    return found
 
 
 def join(thread: threading.Thread | None, seconds: float | None = None) -> None:
@@ -31,12 +56,6 @@ def join(thread: threading.Thread | None, seconds: float | None = None) -> None:
 
 class Stopped(BaseException):
     """The result of this computation is no longer needed."""
-
-
-class Raiser(Protocol):
-    """The function that is used of the pager."""
-
-    def raise_in(self, thread: int, exception: type[BaseException], package: str) -> bool: ...
 
 
 _NEVER = (2**31 - 1,) * 3  # thresholds that the collector does not meet
@@ -73,7 +92,7 @@ class Computation:
             finalizers, never is.
     """
 
-    def __init__(self, native: Raiser, package: str = "memmgr.policies") -> None:
+    def __init__(self, native: Pager, package: str = "memmgr.policies") -> None:
         self._native = native
         self._package = package
         self._lock = threading.Lock()

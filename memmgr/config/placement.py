@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SEARCHES = {"remap": -1, "score": 0, "dte": 1, "window": 2}
-_REMAP_FIRST, _REMAP_LAST, _REMAP_NEVER = 0, 1, 2
+from memmgr.common.constants import BY_DTE, BY_SCORE, BY_WINDOW, REMAP_FIRST, REMAP_LAST, REMAP_NEVER
+
+SEARCHES = {"remap": -1, "score": BY_SCORE, "dte": BY_DTE, "window": BY_WINDOW}
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Placement:
     apart: bool
 
 
-REMAP = Placement(SEARCHES["remap"], _REMAP_FIRST, False)
+REMAP = Placement(SEARCHES["remap"], REMAP_FIRST, False)
 """The CPU's default: the lowest floor, or a tie, and the fewest bytes that leave."""
 
 
@@ -50,5 +51,5 @@ def parse_placement(text: str) -> Placement:
             f"unknown placement {text!r}. Accepted: {', '.join(SEARCHES)}, each with +apart, and all but remap with +strict"
         )
     if name == "remap":
-        return Placement(-1, _REMAP_FIRST, "apart" in rest)
-    return Placement(SEARCHES[name], _REMAP_NEVER if "strict" in rest else _REMAP_LAST, "apart" in rest)
+        return Placement(-1, REMAP_FIRST, "apart" in rest)
+    return Placement(SEARCHES[name], REMAP_NEVER if "strict" in rest else REMAP_LAST, "apart" in rest)

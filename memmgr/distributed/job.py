@@ -16,18 +16,20 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from memmgr.common.errors import BudgetError, RankError
 from memmgr.common.threads import join
-from memmgr.native.binding import Pager
 from memmgr.observe.error_text import rank_error
 from memmgr.readers.patches import Patches
 
 from .rank_session import LOOK_SECONDS, Figures, RankSession, Silence
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 GRACE_SECONDS = 2.0
 NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before a rank knows whose

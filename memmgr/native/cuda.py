@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memmgr.common.constants import MEMORY_MAPPED, MEMORY_PLAIN
 from memmgr.config import conf
 
 from . import cache
@@ -31,7 +32,7 @@ MEMORY_VARIABLE = "MEMMGR_CUDA_MEMORY"
 PAGE_VARIABLE = "MEMMGR_CUDA_PAGE"
 # The library with the driver's entry points; unset: libcuda. Tests name a double here.
 DRIVER_VARIABLE = "MEMMGR_DRIVER"
-MEMORIES = {"mapped": 0, "plain": 1}  # MM_MEMORY_*
+MEMORIES = {"mapped": MEMORY_MAPPED, "plain": MEMORY_PLAIN}
 
 NATIVE = "native"  # torch's own name for its allocator
 TOO_LATE = (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-KEY = "Fake"  # `kKey` of allocator/pager/base/seen_threads.h
+from memmgr.common.constants import DISPATCH_KEY
 
 
 def include() -> None:
@@ -23,7 +23,7 @@ def include() -> None:
     if hasattr(threading.Thread, "_memmgr"):
         return
     passing = torch._C._dispatch_library("IMPL", "_", "", __file__, 0)
-    passing.fallback(KEY, torch.library.fallthrough_kernel, False)
+    passing.fallback(DISPATCH_KEY, torch.library.fallthrough_kernel, False)
     # Nothing takes it away but the pager's kernel, which gets its place.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(passing))
     _include()
@@ -47,12 +47,12 @@ def prepare() -> None:
 
 
 def _include() -> None:
-    torch._C._dispatch_tls_set_dispatch_key_included(KEY, True)
+    torch._C._dispatch_tls_set_dispatch_key_included(DISPATCH_KEY, True)
 
 
 def _let_higher_order_ops_through() -> None:
     """Higher-order ops have no kernel for the key, nor do those defined later. The ops that they call are seen."""
-    key = torch._C._dispatch_key_parse(KEY)
+    key = torch._C._dispatch_key_parse(DISPATCH_KEY)
     for op in torch._ops._higher_order_ops.values():
         op.fallthrough(key)
     cls = torch._ops.HigherOrderOperator

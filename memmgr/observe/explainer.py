@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memmgr.common.constants import Escape
 from memmgr.common.errors import BudgetError
-from memmgr.native.binding import Escape
 from memmgr.native.device import out_of_memory_words
 from memmgr.readers.patches import Patches
 
@@ -27,9 +27,13 @@ from .error_text import (
     torchs_own_words,
 )
 from .loops import Loop, loop_around
-from .memory_inventory import Census, Inventory, holders, missing_states, states_below, step_bytes, update_bytes
+from .memory_inventory import Census, holders, missing_states, states_below, step_bytes, update_bytes
 from .passes import Passes
 from .rehearsal import Rehearsal, in_step, module_call, transformed
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
+    from memmgr.runtime.config import Config
 
 LOSS = 1.78
 """The memory of an op of backward over that of the largest of the forward: it holds three tensors where that held two, and a
@@ -51,28 +55,6 @@ HAS_ADDRESSES = {
     Escape.DLPACK: "DLPack",
     Escape.SHARED: "Shared memory",
 }
-
-
-class Asked(Protocol):
-    """The settings of the budget."""
-
-    @property
-    def limit_bytes(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def binary(self) -> bool: ...
-
-
-class Native(Inventory, Protocol):
-    """The functions of the pager that this module uses."""
-
-    def stats(self) -> dict[str, int]: ...
-    def note_refused(self) -> None: ...
-    def failed_op(self) -> tuple[str, int, int, int]: ...
-    def tier_stats(self) -> dict[str, int]: ...
-    def resident_cells(self) -> list[tuple[int, int]]: ...
-    def resident(self) -> int: ...
 
 
 def of_torchs(spent: Callable[[str], BudgetError | None]) -> Callable[..., BaseException]:
@@ -99,8 +81,8 @@ class Explainer:
 
     def __init__(
         self,
-        asked: Asked,
-        native: Native,
+        asked: Config,
+        native: Pager,
         passes: Passes,
         happened: Callable[..., None],
         detail: Callable[[], bool],
@@ -133,7 +115,7 @@ class Explainer:
         self._native.note_refused()
         census = Census(self._native)
         held = self._holdings(census)
-        op = FailedOp(*self._native.failed_op())
+        op = FailedOp(**self._native.failed_op())
         error = self._error(torchs_own_words(text), held, census, failed=failed_tier(text), op=op)
         if self._detail():
             self._happened(

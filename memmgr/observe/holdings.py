@@ -6,39 +6,28 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-import torch
-
+from memmgr.common.constants import Purpose
 from memmgr.config.sizes import show_size
 
 from .leaks import Leak
 from .qualified_names import Named, by_storage
-from .roles import OWNERS, Purpose
+from .roles import OWNERS
 from .source_lines import SourceLine
 
 KINDS = {
-    Purpose.PARAMETER: "parameter",
-    Purpose.GRADIENT: "gradient",
-    Purpose.OPTIMIZER_STATE: "optimizer state",
+    Purpose.PARAMETERS: "parameter",
+    Purpose.GRADIENTS: "gradient",
+    Purpose.OPTIMIZER_STATES: "optimizer state",
 }
 BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
 """Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw: a batch that was loaded."""
 IN_BACKWARD, UNKNOWN_MODULE, NO_MODULE = "(backward)", "(not recorded)", "(loaded or older data)"
 UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
 
-Row = tuple[int, int, int, bool, int, str, int, int, int, bool]
-"""(serial, storage's address, bytes, absent, purpose, op, module, line, pass, in backward): `Pager.living`."""
-
-
-class Native(Protocol):
-    """The functions that are used of the pager."""
-
-    def living(self) -> list[Row]: ...
-    def living_at_peak(self) -> list[Row]: ...
-    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
-    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
-    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+if TYPE_CHECKING:
+    from memmgr.native._pager import LivingCell, Pager
 
 
 @dataclass(frozen=True)
@@ -138,7 +127,7 @@ class Holdings:
 
     def __init__(
         self,
-        native: Native,
+        native: Pager,
         module: Callable[[int], str | None],
         lines: Callable[[], Sequence[SourceLine | None]],
         backward_line: Callable[[], SourceLine | None],
@@ -159,7 +148,7 @@ class Holdings:
         """
         named = by_storage(self._native, self._native.objects_of(OWNERS))
         now, peak = self._native.living(), self._native.living_at_peak()
-        names = {row[0]: named[row[1]] for row in now if row[1] in named}
+        names = {row["serial"]: named[row["storage"]] for row in now if row["storage"] in named}
         lines = self._lines()
         made = _lines_of_like(lines, [*now, *peak])
         texts = tuple(leak.text(binary=binary, module=self._module(leak.module)) for leak in leaks)
@@ -175,7 +164,7 @@ class Holdings:
 
     def _holders(
         self,
-        rows: Iterable[Row],
+        rows: Iterable[LivingCell],
         names: Mapping[int, Named],
         lines: Sequence[SourceLine | None],
         made: Mapping[tuple[str, int], tuple[SourceLine, ...]],
@@ -183,8 +172,9 @@ class Holdings:
         ended: bool,
     ) -> tuple[Holder, ...]:
         found: dict[tuple[str, str, str, tuple[SourceLine, ...]], Holder] = {}
-        for serial, storage, size, absent, purpose, op, module, line, _, backward in rows:
-            name = names.get(serial)
+        for row in rows:
+            size, op, line, backward = row["bytes"], row["op"], row["line"], row["backward"]
+            name = names.get(row["serial"])
             known = lines[line] if line < len(lines) else None
             at: tuple[SourceLine, ...] = (known,) if known is not None else ()
             if not at and backward:
@@ -194,16 +184,16 @@ class Holdings:
             if name is not None:
                 kind, text, where = KINDS.get(name.purpose, "buffer"), name.name, name.module
             else:
-                kind = KINDS.get(Purpose(purpose)) or (BACKWARD if backward else RESULT if op else DATA)
-                kind = RECIPES if ended and not storage else kind
+                kind = KINDS.get(Purpose(row["purpose"])) or (BACKWARD if backward else RESULT if op else DATA)
+                kind = RECIPES if ended and not row["storage"] else kind
                 text = op.removeprefix("aten::") or "made by no op"
                 where = (
                     IN_BACKWARD
                     if backward
-                    else self._module(module) or (at[0].place if len(at) == 1 else UNKNOWN_MODULE)
+                    else self._module(row["module"]) or (at[0].place if len(at) == 1 else UNKNOWN_MODULE)
                 )
                 where = where if op else NO_MODULE
-            one = Holder(kind, text, where, at, size, size if absent else 0, 1, bool(op))
+            one = Holder(kind, text, where, at, size, size if row["absent"] else 0, 1, bool(op))
             key = kind, text, where, at
             sum_ = found.get(key)
             found[key] = one if sum_ is None else _added(sum_, one)
@@ -220,14 +210,14 @@ def _added(one: Holder, other: Holder) -> Holder:
 
 
 def _lines_of_like(
-    lines: Sequence[SourceLine | None], rows: Iterable[Row]
+    lines: Sequence[SourceLine | None], rows: Iterable[LivingCell]
 ) -> dict[tuple[str, int], tuple[SourceLine, ...]]:
     """The lines of recorded tensors, by op and size, for others like them."""
     found: dict[tuple[str, int], dict[SourceLine, None]] = defaultdict(dict)
     for row in rows:
-        line = lines[row[7]] if row[7] < len(lines) else None
-        if line is not None and not row[9]:
-            found[row[5], row[2]][line] = None
+        line = lines[row["line"]] if row["line"] < len(lines) else None
+        if line is not None and not row["backward"]:
+            found[row["op"], row["bytes"]][line] = None
     return {key: tuple(each) for key, each in found.items()}
 
 

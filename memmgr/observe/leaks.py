@@ -11,26 +11,19 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from memmgr.config.sizes import show_size
 
 from .source_lines import SourceLine
 
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager, SurvivingPlace
+
 PASSES = 5
 """The growths in a row, without a fall, after which it is called a leak."""
 MARKED = 2
 """The passes of birth from which on the op's tensors are recorded with their source lines."""
-
-Survivor = tuple[str, list[int], int, int, list[tuple[int, int, int]]]
-"""(op, passes of birth, bytes, absent bytes, [(line, module, bytes)]), of tensors that have outlived their pass."""
-
-
-class Native(Protocol):
-    """The functions that are used of the pager."""
-
-    def survivors(self, mark: int) -> list[Survivor]: ...
-    def passes_ended(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class _Growth:
     last: int = 0  # passes that had ended at the last growth
     bytes: int = 0
     away: int = 0
-    places: list[tuple[int, int, int]] = field(default_factory=list)
+    places: list[SurvivingPlace] = field(default_factory=list)
 
     def take(self, ended: int, births: list[int], held: int) -> None:
         grown = len(births) - self.generations
@@ -110,7 +103,7 @@ class Leaks:
     purpose is told like a leak, until it has reached its length.
     """
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Pager) -> None:
         self._native = native
         self._before = native.passes_ended()
         self._ended = self._before
@@ -125,14 +118,14 @@ class Leaks:
     def _look(self) -> None:
         self._ended = self._native.passes_ended()
         found = self._native.survivors(MARKED)
-        seen = {row[0] for row in found}
+        seen = {row["op"] for row in found}
         for op in list(self._ops):
             if op not in seen:
                 del self._ops[op]
-        for op, births, held, away, places in found:
-            growth = self._ops.setdefault(op, _Growth())
-            growth.take(self._ended, births, held)
-            growth.away, growth.places = away, places
+        for row in found:
+            growth = self._ops.setdefault(row["op"], _Growth())
+            growth.take(self._ended, row["births"], row["bytes"])
+            growth.away, growth.places = row["absent_bytes"], row["places"]
 
     def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
@@ -147,8 +140,9 @@ class Leaks:
     def _by_line(self, leaking: list[tuple[str, _Growth]], lines: Sequence[SourceLine | None]) -> list[Leak]:
         by_line: dict[tuple[SourceLine | None, str], list[tuple[str, _Growth, int]]] = {}
         for op, growth in leaking:
-            known = [(size, line, module) for line, module, size in growth.places if line and lines[line]]
-            modules = [(size, line, module) for line, module, size in growth.places if module]
+            places = [(place["bytes"], place["line"], place["module"]) for place in growth.places]
+            known = [place for place in places if place[1] and lines[place[1]]]
+            modules = [place for place in places if place[2]]
             line = lines[max(known)[1]] if known else None
             module = max(known or modules, default=(0, 0, 0))[2] or max(modules, default=(0, 0, 0))[2]
             by_line.setdefault((line, "" if line else op), []).append((op, growth, module))

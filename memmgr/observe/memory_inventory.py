@@ -6,31 +6,20 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager, ResidentCell, StorageInfo
 
-class Inventory(Protocol):
-    """The functions of the native half that this module uses."""
-
-    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
-
-    def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
-
-    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
-        """`storage_info` of its gradient; None, too, while another thread puts gradients in place."""
-
-    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
-        """(the storage's address, bytes that it holds, ..., counted by the budget already)."""
-
-    def reducer_storages(self, reducer: Any) -> list[int]: ...
+    Inventory: TypeAlias = "Pager | Census"
 
 
 class Census:
     """An inventory that walks over all objects of the process once, however often it is asked (8 ms of 400,000 objects)."""
 
-    def __init__(self, native: Inventory) -> None:
+    def __init__(self, native: Pager) -> None:
         kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, *_gathering(), *_loading())
         self._found = native.objects_of(kinds)
         self.gradient_bytes = native.gradient_bytes
@@ -133,7 +122,7 @@ class Stock:
                 continue
             key = storage._cdata
             info = native.storage_info(tensor)
-            if key in seen or info is None or info[3]:
+            if key in seen or info is None or info["counted"]:
                 continue  # the memory of our arena is counted there
             seen.add(key)
             size = storage.nbytes()
@@ -212,12 +201,12 @@ def holders(
     native: Inventory,
     device: torch.device | str,
     top: int = 5,
-    rest: Iterable[tuple[int, int]] = (),
+    rest: Iterable[ResidentCell] = (),
 ) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """The holders of the resident bytes: by kind, and the largest modules by class name.
 
     Args:
-        rest: (storage's address, bytes) of all that is there: autograd has saved those that Python does not see.
+        rest: all that is there: autograd has saved those that Python does not see.
 
     Returns:
         ({kind: bytes}, [(module class, bytes)] largest first). Kinds: parameters, gradients, optimizer state, buffers,
@@ -233,12 +222,12 @@ def holders(
             return 0
         return count(native.storage_info(tensor), kind)
 
-    def count(info: Any, kind: str) -> int:
-        if info is None or info[0] in seen:
+    def count(info: StorageInfo | None, kind: str) -> int:
+        if info is None or info["storage"] in seen:
             return 0
-        seen.add(info[0])
-        kinds[kind] += info[1]
-        return int(info[1])
+        seen.add(info["storage"])
+        kinds[kind] += info["held_bytes"]
+        return info["held_bytes"]
 
     everything = native.objects_of((torch.nn.Module,))
     for shard, gathered in _gathered(
@@ -257,9 +246,9 @@ def holders(
     for tensor in live_tensors(known, device):
         take(tensor, "other tensors")
     buckets = {key for module in everything for key in _bucket_storages(native, module)}
-    kinds["gradient buckets"] += sum(size for key, size in rest if key in buckets - seen)
+    kinds["gradient buckets"] += sum(cell["bytes"] for cell in rest if cell["storage"] in buckets - seen)
     seen |= buckets
-    kinds["saved for backward"] += sum(size for key, size in rest if key not in seen)
+    kinds["saved for backward"] += sum(cell["bytes"] for cell in rest if cell["storage"] not in seen)
     kinds = {kind: size for kind, size in kinds.items() if size}
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])
     return kinds, ranked[:top]
@@ -332,7 +321,7 @@ def states_below(native: Inventory) -> int:
     for tensor in states:
         for info in (native.storage_info(tensor), native.gradient_info(tensor)):
             if info is not None:
-                found[info[0]] = info[2] - info[1]
+                found[info["storage"]] = info["bytes"] - info["held_bytes"]
     return sum(found.values())
 
 

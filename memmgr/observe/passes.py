@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,13 +15,8 @@ from memmgr.readers.patches import Patches
 
 from .source_lines import SourceLine, of_caller
 
-
-class Native(Protocol):
-    """The functions that are used of the pager."""
-
-    def end_pass(self) -> tuple[int, int]: ...
-    def turn_period(self) -> None: ...
-    def stats(self) -> dict[str, int]: ...
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Passes:
     `in_several_threads`: more than one has begun a backward.
     """
 
-    def __init__(self, native: Native, ended: Callable[[Pass], None], steps: Callable[[], int]) -> None:
+    def __init__(self, native: Pager, ended: Callable[[Pass], None], steps: Callable[[], int]) -> None:
         self._native = native
         self._ended = ended
         self._steps = steps
@@ -112,12 +107,13 @@ class Passes:
         now = time.perf_counter()
         with self._lock:
             self._under_way -= 1
-            resident, unmanaged = self._native.end_pass()
+            peaks = self._native.end_pass()
             self.backward_floor_bytes = self._native.stats()["floor_bytes"]
             self.steps_before = self._steps()
-            self.resident_peak = max(self.resident_peak, resident)
-            self.unmanaged_peak = max(self.unmanaged_peak, unmanaged)
-            ended = Pass(resident, unmanaged, max(0.0, turned - self._begun), now - turned, completed)
+            self.resident_peak = max(self.resident_peak, peaks["resident"])
+            self.unmanaged_peak = max(self.unmanaged_peak, peaks["unmanaged"])
+            forward = max(0.0, turned - self._begun)
+            ended = Pass(peaks["resident"], peaks["unmanaged"], forward, now - turned, completed)
             self._begun = now
             self.count += 1
             self.seconds += ended.forward_seconds + ended.backward_seconds

@@ -9,18 +9,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .roles import Purpose, plain
+from memmgr.common.constants import Purpose
 
+from .roles import plain
 
-class Native(Protocol):
-    """The functions that are used of the pager."""
-
-    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
-    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager, StorageInfo
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def named_tensors(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator
     for module in modules:
         root, path = paths.path(module)
         prefix = [root, path] if len(roots) > 1 else [path]
-        for table, purpose in (("_parameters", Purpose.PARAMETER), ("_buffers", Purpose.OTHER)):
+        for table, purpose in (("_parameters", Purpose.PARAMETERS), ("_buffers", Purpose.OTHER)):
             for key, tensor in _own(module, table):
                 if id(tensor) not in names:
                     name = ".".join(filter(None, [*prefix, key]))
@@ -103,13 +101,13 @@ def named_tensors(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator
             for parameter in list(group["params"]):
                 name, module = names.get(id(parameter), (f"parameter {number} of {kind}", ""))
                 if id(parameter) not in names:
-                    yield Named(Purpose.PARAMETER, name, module), parameter
+                    yield Named(Purpose.PARAMETERS, name, module), parameter
                 number += 1
                 for key, state in _states(optimizer.state.get(parameter)):
-                    yield Named(Purpose.OPTIMIZER_STATE, f"{key} of {name}", module), state
+                    yield Named(Purpose.OPTIMIZER_STATES, f"{key} of {name}", module), state
 
 
-def by_storage(native: Native, owners: Iterable[Any]) -> dict[int, Named]:
+def by_storage(native: Pager, owners: Iterable[Any]) -> dict[int, Named]:
     """The names by the address of the storage, gradients included.
 
     Args:
@@ -120,15 +118,15 @@ def by_storage(native: Native, owners: Iterable[Any]) -> dict[int, Named]:
     modules = [owner for owner in owners if not issubclass(type(owner), torch.optim.Optimizer)]
     found: dict[int, Named] = {}
 
-    def put(info: Any, named: Named) -> None:
+    def put(info: StorageInfo | None, named: Named) -> None:
         if info is not None:
-            found.setdefault(info[0], named)
+            found.setdefault(info["storage"], named)
 
     for named, tensor in named_tensors(modules, optimizers):
         for part in plain(tensor):
             put(native.storage_info(part), named)
-            if named.purpose is Purpose.PARAMETER:
-                gradient = Named(Purpose.GRADIENT, f"gradient of {named.name}", named.module)
+            if named.purpose is Purpose.PARAMETERS:
+                gradient = Named(Purpose.GRADIENTS, f"gradient of {named.name}", named.module)
                 put(native.gradient_info(part), gradient)
     return found
 

@@ -7,39 +7,23 @@ may move before its purpose is known.
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memmgr.common.constants import Purpose
 from memmgr.common.threads import Rationed
 
 from .memory_inventory import model_states, size_of
 from .states import STATES
 
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
+
 OWNERS = (torch.nn.Module, torch.optim.Optimizer)
-
-
-class Purpose(enum.IntEnum):
-    """The values are those of `allocator/pager/cells/types.h`."""
-
-    OTHER = 0
-    PARAMETER = 1
-    GRADIENT = 2
-    OPTIMIZER_STATE = 3
-
-
-class Native(Protocol):
-    """The functions that are used of the pager."""
-
-    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
-    def gradients_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]: ...
-    def set_purpose(self, tensors: list[torch.Tensor], purpose: int) -> None: ...
-    def arena_stats(self) -> dict[str, int]: ...
-    def stats(self) -> dict[str, int]: ...
 
 
 class Backwards(Protocol):
@@ -63,7 +47,7 @@ class Purposes:
     not known.
     """
 
-    def __init__(self, native: Native, backwards: Backwards) -> None:
+    def __init__(self, native: Pager, backwards: Backwards) -> None:
         self._native = native
         self._backwards = backwards
         # Weak references to the owners: torch refuses to swap a tensor that has weak references.
@@ -100,7 +84,7 @@ class Purposes:
             before, then = self._gradients.get(id(parameter), (0, 0))
             kept += size_of(gradient) if which == before and version >= then + 2 else 0
         self._gradients, self.kept_bytes = found, max(self.kept_bytes, kept)
-        self._native.set_purpose(gradients, Purpose.GRADIENT)
+        self._native.set_purpose(gradients, Purpose.GRADIENTS)
 
     def ask(self) -> None:
         """Called when figures are read, which a loop may do for every batch."""
@@ -109,7 +93,7 @@ class Purposes:
 
     def _look_at_gradients(self) -> None:
         gradients = self._native.gradients_of(parameters_of(ref() for ref in self._owners))
-        self._native.set_purpose([part for g in gradients for part in plain(g)], Purpose.GRADIENT)
+        self._native.set_purpose([part for g in gradients for part in plain(g)], Purpose.GRADIENTS)
         self._unknown = min(self._unknown, self._held()[0])
 
     def look(self) -> None:
@@ -129,8 +113,8 @@ class Purposes:
         optimizers = [owner for owner in owners if issubclass(type(owner), torch.optim.Optimizer)]
         states = [tensor for _, _, tensor in model_states((), optimizers)]
         self._owners = [weakref.ref(owner) for owner in owners]
-        self._native.set_purpose([part for tensor in states for part in plain(tensor)], Purpose.OPTIMIZER_STATE)
-        self._native.set_purpose([part for p in parameters_of(owners) for part in plain(p)], Purpose.PARAMETER)
+        self._native.set_purpose([part for tensor in states for part in plain(tensor)], Purpose.OPTIMIZER_STATES)
+        self._native.set_purpose([part for p in parameters_of(owners) for part in plain(p)], Purpose.PARAMETERS)
         self._unknown, _ = self._held()
 
     def _held(self) -> tuple[int, int]:

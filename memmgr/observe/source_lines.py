@@ -13,25 +13,14 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-NO_OP, MARKED_OPS, ALL_OPS = 0, 1, 2
-"""The values are those of `allocator/pager/base/source_lines.h`."""
+from memmgr.common.constants import Lines
 
-
-class Recorded(Protocol):
-    """The function of the pager that has the lines."""
-
-    def source_lines(self) -> list[tuple[str, int, str]]: ...
-
-
-class Native(Recorded, Protocol):
-    """The functions that are used of the pager."""
-
-    def take_lines(self, mode: int, log: bool, folders: tuple[str, ...]) -> None: ...
-
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 MOST_LIKE = 4096
 """Ops and sizes whose lines are kept for tensors like theirs."""
@@ -99,23 +88,23 @@ class TakenLines:
         always: lines are taken in all passes: the user asked for it.
     """
 
-    def __init__(self, native: Native, *, always: bool) -> None:
+    def __init__(self, native: Pager, *, always: bool) -> None:
         self._native = native
         self._always = always
         self._known = KnownLines(native)
 
     def begin(self) -> None:
         """A budget opens: its first pass is recorded."""
-        self._native.take_lines(ALL_OPS, True, skipped_folders())
+        self._native.take_lines(lines=Lines.OF_ALL, log=True, folders=skipped_folders())
 
     def ended_pass(self, count: int) -> None:
         """A pass has ended; the next one has this number, counted from 0."""
         on = self._always or count & (count - 1) == 0
-        self._native.take_lines(ALL_OPS if on else MARKED_OPS, on, skipped_folders())
+        self._native.take_lines(lines=Lines.OF_ALL if on else Lines.OF_MARKED_OPS, log=on, folders=skipped_folders())
 
     def end(self) -> None:
         """The budget closes."""
-        self._native.take_lines(NO_OP, False, skipped_folders())
+        self._native.take_lines(lines=Lines.OF_NONE, log=False, folders=skipped_folders())
 
     def lines(self) -> Sequence[SourceLine | None]:
         """By number; None: the line is not known."""
@@ -125,7 +114,7 @@ class TakenLines:
 class KnownLines:
     """The lines that were recorded."""
 
-    def __init__(self, native: Recorded) -> None:
+    def __init__(self, native: Pager) -> None:
         self._native = native
         self._lines: list[SourceLine | None] = []
         self._like: dict[tuple[str | None, int], set[str]] = {}
@@ -133,7 +122,9 @@ class KnownLines:
     def all(self) -> Sequence[SourceLine | None]:
         """By number; None: the line is not known."""
         new = self._native.source_lines()[len(self._lines) :]
-        self._lines += [SourceLine(show(file), line, name) if line else None for file, line, name in new]
+        self._lines += [
+            SourceLine(show(row["file"]), row["line"], row["function"]) if row["line"] else None for row in new
+        ]
         return self._lines
 
     def place(self, number: int) -> str | None:

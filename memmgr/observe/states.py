@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memmgr.common.constants import Purpose
 from memmgr.config.sizes import show_size
 
-STATES = ("parameters", "gradients", "optimizer_states")
+STATES = tuple(purpose.name.lower() for purpose in Purpose if purpose)
 KINDS = (*STATES, "other")
 """The kinds of figures (`moved_bytes.parameters`); `other` is memory without a model or optimizer: activations, mostly.
 """

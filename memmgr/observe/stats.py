@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import torch
-
-from memmgr.policies import Policy
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .figures import FIGURES
 from .holdings import Explanation
@@ -18,29 +14,9 @@ from .roles import Purposes
 from .states import STATES
 from .summary import fragmentation
 
-
-class Asked(Protocol):
-    """The settings of the budget."""
-
-    @property
-    def limit_bytes(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def policy(self) -> Policy: ...
-    @property
-    def folder(self) -> str | None: ...
-    @property
-    def binary(self) -> bool: ...
-
-
-class Native(Protocol):
-    """The functions that are used of the pager."""
-
-    def stats(self) -> dict[str, int]: ...
-    def arena_stats(self) -> dict[str, int]: ...
-    def tier_stats(self) -> dict[str, int]: ...
-    def link(self) -> tuple[float, float, float]: ...
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
+    from memmgr.runtime.config import Config
 
 
 class Planned(Protocol):
@@ -65,8 +41,8 @@ class PagerFigures:
 
     def __init__(
         self,
-        asked: Asked,
-        native: Native,
+        asked: Config,
+        native: Pager,
         passes: Passes,
         plans: Planned,
         purposes: Purposes,
@@ -121,9 +97,13 @@ class PagerFigures:
             "rankings": self._rankings(),
             "fragmentation": fragmentation(arena),
             "kept_gradient_bytes": self._purposes.kept_bytes,
-            "link_bytes_per_second": 2 / sum(self._native.link()[:2]) if tier else 0.0,
+            "link_bytes_per_second": self._link_bytes_per_second() if tier else 0.0,
             **{f"escapes.{site}": count for site, count in self._escaped().items()},
         }
+
+    def _link_bytes_per_second(self) -> float:
+        link = self._native.link()
+        return 2 / (link["write_seconds_per_byte"] + link["read_seconds_per_byte"])
 
     def _rest(self, now: dict[str, int]) -> dict[str, int]:
         """Resident and moved bytes of all tensors that are no model state."""

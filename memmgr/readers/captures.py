@@ -7,13 +7,14 @@ then. The graph contains the addresses of the tensors that its ops touch, so the
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memmgr.native.binding import Pager
-
 from .patches import Patches
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 METHODS = ("capture_begin", "capture_end")
 

@@ -9,14 +9,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memmgr.native.binding import Escape, Pager, Pin
+from memmgr.common.constants import Escape
 
 from .patches import Patches
 from .raw import storages
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager, Pin
 
 COLLECTIVES = (
     "broadcast",
@@ -80,7 +83,7 @@ class Reducers:
     def keep_result(self, result: Any) -> None:
         """A communication hook's: the reducer asks whether it aliases the bucket."""
         if self._backwards:
-            self._results.append(self._pager.pin(storages([result]), False, False, True))
+            self._results.append(self._pager.pin(storages([result]), held=True))
 
     def _by_address(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # Asked of a backend and not of its group, a collective passes no dispatcher; its end is not reported.

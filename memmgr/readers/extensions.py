@@ -7,13 +7,14 @@ import importlib.machinery
 import os
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memmgr.native.binding import Pager
-
 from .patches import Patches
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _TORCHBIND = "__torch__.torch.classes."

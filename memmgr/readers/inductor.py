@@ -15,11 +15,15 @@ import os
 import threading
 import warnings
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memmgr.native.binding import Pager
+from memmgr.common.constants import ARGUMENT_NUMBER, ARGUMENT_READ, ARGUMENT_WRITTEN
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
+
 
 _NUMBERS = frozenset(("int64_t", "long", "float", "double"))
 # How a kernel takes its arguments (`CppPythonBindingsCodeCache.suffix_template`). A release that has another way is not
@@ -90,7 +94,7 @@ class PagedGraphs:
         for name, args in kernels.items():
             function = call.__globals__.get(name)
             library = getattr(getattr(function, "__self__", None), "__name__", "")  # a hash of the kernel's source
-            if not self._pager.page_kernel(function, library, f"inductor::{name}", args):
+            if not self._pager.page_kernel(function, key=library, name=f"inductor::{name}", args=args):
                 raise _NotPagedError(f"{name} is bound in another way")
 
 
@@ -146,7 +150,7 @@ def _letter(argument_type: str) -> str:
     constant = argument_type.startswith("const ")
     kind = argument_type.removeprefix("const ").strip()
     if kind.endswith("*"):
-        return "r" if constant else "w"
+        return ARGUMENT_READ if constant else ARGUMENT_WRITTEN
     if kind in _NUMBERS:
-        return "-"
+        return ARGUMENT_NUMBER
     raise _NotPagedError(f"a kernel has an argument of type {argument_type}")

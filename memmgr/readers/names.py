@@ -12,13 +12,14 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memmgr.native.binding import Addressed, Pager
-
 from .patches import Patches
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Addressed, Pager
 
 # Callers that compare addresses and read nothing: module, and in it these functions (none named: all).
 NAMERS: dict[str, frozenset[str]] = {

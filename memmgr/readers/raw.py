@@ -15,16 +15,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memmgr.native.binding import Addressed, Escape, Pager
+from memmgr.common.constants import Escape
 
 from .exported import exported
 from .inductor import PagedGraphs
 from .names import addressed_of, only_compares, pointers
 from .patches import Patches
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Addressed, Pager
 
 # Methods of untyped storages that read or write bytes themselves; True: they write.
 STORAGE_METHODS = {
@@ -134,7 +137,7 @@ class RawReaders:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            pin = self._pager.pin(storages([*args, *kwargs.values()]), writes)
+            pin = self._pager.pin(storages([*args, *kwargs.values()]), written=writes)
             try:
                 return original(*args, **kwargs)
             finally:
@@ -248,8 +251,8 @@ class RawReaders:
                 return original(graph, inputs)
             written = [inputs[i] for i in getattr(graph, "mutated_input_idxs", None) or () if i < len(inputs)]
             constants = getattr(graph, "constants", None) or {}
-            writes = pager.pin(storages(written), True)
-            region = pager.pin(storages([*inputs, *constants.values()]), False, True)
+            writes = pager.pin(storages(written), written=True)
+            region = pager.pin(storages([*inputs, *constants.values()]), region=True)
             try:
                 return original(graph, inputs)
             finally:

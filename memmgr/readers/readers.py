@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from memmgr.common.errors import BudgetError
 from memmgr.native import dispatch
-from memmgr.native.binding import Pager
 
 from .captures import Captures
 from .distributed import Reducers
@@ -19,6 +18,9 @@ from .inductor import PagedGraphs
 from .names import pointers
 from .patches import Patches
 from .raw import RawReaders
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 
 class Passes(Protocol):

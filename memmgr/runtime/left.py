@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memmgr.common.constants import TOUCH_MAKES
 from memmgr.config.sizes import show_size
-from memmgr.native.binding import Pager, PeriodInfo, TimelineColumns
 
-from .timeline import TOUCH_MAKES, Noted
+from .timeline import Noted
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager, PeriodInfo, TimelineColumns
 
 MOST_PLACES = 32
 """Places at which passes leave plans that are told apart; a program with more has no passes that repeat."""

@@ -7,9 +7,9 @@ import socket
 import threading
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memmgr.common.threads import join
-from memmgr.native.binding import Pager
 from memmgr.observe.ranks import where_in_job
 from memmgr.policies.trace import Trace, TraceError
 from memmgr.telemetry import exclusive_output
@@ -20,6 +20,9 @@ from memmgr.telemetry.trace_file import write_trace
 from .plans import Plans
 from .rounds import Rounds
 from .sizing import Sizing
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 
 class TraceFile:
@@ -97,6 +100,7 @@ class Periods:
             self._noted = True
         if self._plans.asked:
             self._pager.seek_loops(True)
+            self._pager.sleeps_in(self._loop)
             self._thread = threading.Thread(target=self._loop, name="memmgr-loops", daemon=True)
             self._thread.start()
 
@@ -138,7 +142,7 @@ class Periods:
             if not noted or not info["ops"] or info["overflow"]:
                 self._rounds.forget()
                 return
-            self._rounds.ended(info["hash"], info["ops"], info["followed"] and not info["short"])
+            self._rounds.ended(info["hash"], info["ops"], info["followed"] and not info["ran_short"])
             if self._rounds.backwards > 1 and self._plans.fits_none(info["hash"]):
                 self._rounds.refuse()
             if completed and self._file is not None and self._file.wants(passes):

@@ -18,17 +18,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 import memmgr.policies
 from memmgr.common import threads
-from memmgr.common.threads import Computation, Raiser, Stopped, let_others_first
+from memmgr.common.threads import Computation, Stopped, let_others_first
 
 from . import planner_child
 from .planner_child import Reply, Start, framed, unframed
 from .planning import told
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 T = TypeVar("T")
 
@@ -88,7 +91,7 @@ class InThread:
 
     works = True
 
-    def __init__(self, native: Raiser, package: str = "memmgr.policies") -> None:
+    def __init__(self, native: Pager, package: str = "memmgr.policies") -> None:
         self._computation = Computation(native, package)
 
     def prepare(self) -> None:
@@ -370,7 +373,7 @@ class InProcess:
         stopped: it has been ended.
     """
 
-    def __init__(self, native: Raiser) -> None:
+    def __init__(self, native: Pager) -> None:
         self._here = InThread(native)
         self.stopped = False
 
@@ -396,6 +399,6 @@ class InProcess:
         self._here.end(thread)
 
 
-def executor(native: Raiser) -> Executor:
+def executor(native: Pager) -> Executor:
     """The executor of a budget."""
     return InProcess(native)

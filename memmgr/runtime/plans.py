@@ -13,11 +13,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from memmgr.common.threads import Stopped, join
-from memmgr.native.binding import Pager, PeriodInfo
 from memmgr.policies import Policy
 from memmgr.policies.plan.knee import Knee
 from memmgr.policies.trace import TierLink
@@ -28,6 +28,9 @@ from .planner_process import Executor, Failed
 from .planners import PLANNERS, QUICK
 from .planning import Job, KneeJob, Made, find_knee, make
 from .timeline import Measured, Noted, measured, seconds_of
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager, PeriodInfo
 
 BESIDE = 0.25
 """The share of a copy's CPU time that ops lose even if they leave a core free: they share the memory's speed."""
@@ -223,7 +226,7 @@ class Plans:
             known.searched = False
             # an earlier failure, or a plan that ran short, was of another plan
             known.tries = known.margin = known.short = 0
-        elif ended["followed"] and self._runs_short(known, ended["short"]):
+        elif ended["followed"] and self._runs_short(known, ended["ran_short"]):
             self._make_room(known)
         else:
             return None
@@ -268,12 +271,20 @@ class Plans:
         """The tier below, as it was measured."""
         if not self._offload:
             return ()
-        write, read, cpu = self._pager.link()
+        rates = self._pager.link()
+        cpu = rates["cpu_seconds_per_byte"]
         if self._device != "cpu":
             cpu = 0.0  # nothing of the ops' time
         elif torch.get_num_threads() < len(os.sched_getaffinity(0)):
             cpu *= BESIDE
-        link = TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None, cpu)
+        link = TierLink(
+            self._tier,
+            1 / rates["write_seconds_per_byte"],
+            1 / rates["read_seconds_per_byte"],
+            0.0,
+            self._below_bytes or None,
+            cpu,
+        )
         # A disk that reads and writes moves no more than one that does either; a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
@@ -314,7 +325,7 @@ class Plans:
                 made = None
             elif made is not None:
                 known.made, known.cycle = made, known.repeats
-                self._pager.add_plan(known.period.hashes, *made.rows)
+                self._pager.add_plan(hashes=known.period.hashes, **made.rows)
                 self.made += 1
             elif than is None and not quick:  # one that runs short is better than none
                 known.error = "no schedule fits"

@@ -7,14 +7,18 @@ next one is made. Where there is none yet, malloc's own order decides, which is 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memmgr.common.constants import Order, Way
 from memmgr.common.threads import join
-from memmgr.native.binding import Order, Pager
 from memmgr.policies import NO_LINK, Action, Candidates, Link, Policy, rank
 from memmgr.policies.rules.directors import DIRECTORS
 from memmgr.policies.rules.filters import FILTERS
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 _BUILT_IN = {
     "dtr": Order.DTR,
@@ -24,7 +28,7 @@ _BUILT_IN = {
     "largest": Order.LARGEST,
     "delta": Order.DELTA,
 }
-_WAYS = {int(Action.EVICT): 1, int(Action.OFFLOAD): 2}  # allocator/pager/residency/victims.h
+_WAYS = {int(Action.EVICT): Way.EVICT, int(Action.OFFLOAD): Way.OFFLOAD}
 
 
 def order_of(policy: Policy) -> Order:
@@ -50,6 +54,7 @@ class Ranker:
 
     def start(self) -> None:
         """From here on it ranks."""
+        self._pager.sleeps_in(self._loop)
         self._thread = threading.Thread(target=self._loop, name="memmgr-rank", daemon=True)
         self._thread.start()
 
@@ -76,28 +81,28 @@ class Ranker:
             self.error = f"{type(error).__name__}: {error}"
 
     def _rank(self) -> None:
-        serials, sizes, stale, cost, chain, droppable, clean, offloadable = self._pager.candidates()
-        size = np.frombuffer(sizes, dtype=np.int64)
+        columns = self._pager.candidates()
+        size = np.frombuffer(columns["sizes"], dtype=np.int64)
         if not len(size):
             return
         candidates = Candidates.build(
             size,
-            staleness_seconds=np.frombuffer(stale),
-            cost_seconds=np.frombuffer(cost),
-            chain_seconds=np.frombuffer(chain),
-            recomputable=np.frombuffer(droppable, dtype=np.bool_),
-            clean=np.frombuffer(clean, dtype=np.bool_),
-            offloadable=np.frombuffer(offloadable, dtype=np.bool_),
+            staleness_seconds=np.frombuffer(columns["stale_seconds"]),
+            cost_seconds=np.frombuffer(columns["cost_seconds"]),
+            chain_seconds=np.frombuffer(columns["chain_seconds"]),
+            recomputable=np.frombuffer(columns["recomputable"], dtype=np.bool_),
+            clean=np.frombuffer(columns["clean"], dtype=np.bool_),
+            offloadable=np.frombuffer(columns["offloadable"], dtype=np.bool_),
             next_use=np.arange(len(size)),  # backward reads the tensor touched last first
         )
         ranking = rank(candidates, self._policy.filter, self._policy.director, self._link())
         self.rankings += 1
-        chosen = np.frombuffer(serials, dtype=np.int64)[ranking.order]
-        ways = np.array([_WAYS.get(action, 0) for action in ranking.action.tolist()], dtype=np.uint8)
+        chosen = np.frombuffer(columns["serials"], dtype=np.int64)[ranking.order]
+        ways = np.array([_WAYS.get(action, Way.CHEAPER) for action in ranking.action.tolist()], dtype=np.uint8)
         self._pager.set_ranking(chosen.tobytes(), ways.tobytes())
 
     def _link(self) -> Link:
         if not self._offload:
             return NO_LINK
-        write, read, _ = self._pager.link()
-        return Link(1 / write, 1 / read)
+        link = self._pager.link()
+        return Link(1 / link["write_seconds_per_byte"], 1 / link["read_seconds_per_byte"])

@@ -7,16 +7,16 @@ import gc
 import os
 import warnings
 from types import BuiltinFunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memmgr.common.constants import Order
 from memmgr.common.errors import RecomputeError
 from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
 from memmgr.distributed.job import Job
 from memmgr.native import binding as native
-from memmgr.native.binding import Order, Pager
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes
 from memmgr.observe.explainer import Explainer
 from memmgr.observe.holdings import Explanation, Holdings
@@ -42,6 +42,9 @@ from .plans import Plans
 from .ranking import Ranker, order_of
 from .sizing import Sizing
 from .steps import SlicedSteps
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 MOST_LEAKS = 3
 """The leaks of which the summary and the telemetry tell."""
@@ -136,7 +139,7 @@ class PagerRuntime:
             raise RuntimeError("memmgr: a budget cannot be opened inside of a compiled function")
         on_cpu = config.device.type == "cpu"
         self.job.open()
-        pager.set_errors(self._explain.spent, RecomputeError, torch.OutOfMemoryError)
+        pager.set_errors(make=self._explain.spent, wrong=RecomputeError, torchs=torch.OutOfMemoryError)
         try:  # an interrupt may come between its opening and our next line
             pager.open(
                 limit=min(config.limit_bytes, UNLIMITED),
@@ -149,7 +152,7 @@ class PagerRuntime:
                 torture=config.policy.torture,
                 verify=config.verify,
                 prefetch=config.prefetch,
-                order=int(self._order),
+                order=self._order,
                 search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
                 remap=config.placement.remap,
                 apart=config.placement.apart,
@@ -355,8 +358,7 @@ class PagerRuntime:
             if on_device and times is not None:  # the first copy over a link wakes it, from pages that are new
                 times = self.native.tier_probe(size)
             if times is not None:
-                write, read, cpu = times
-                _links[self._tier] = (write + read) / (2 * size), cpu / (2 * size)
+                _links[self._tier] = (times["write"] + times["read"]) / (2 * size), times["cpu"] / (2 * size)
         if self._tier in _links:
             seconds, cpu = _links[self._tier]
             self.native.set_link(seconds, cpu)

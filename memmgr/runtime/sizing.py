@@ -10,14 +10,11 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from memmgr.common.threads import Raiser, Stopped
+from memmgr.common.threads import Stopped
 from memmgr.config.sizes import Need, show_size
-from memmgr.native.binding import PeriodInfo
-from memmgr.observe.memory_inventory import Inventory, missing_states
+from memmgr.observe.memory_inventory import missing_states
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
 
@@ -26,28 +23,14 @@ from .planner_process import Failed
 from .plans import Plans
 from .timeline import Noted
 
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager, PeriodInfo
+
+    from .config import Config
+
 MOST_PASSES = 8  # of one kind or another: gradient accumulation may have no step of an optimizer for long
 SAME = 1.01  # two passes that differ by less need the same
 PATIENCE_SECONDS = 60.0
-
-
-class Asked(Protocol):
-    """The settings of the budget."""
-
-    limit_bytes: int
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def quiet(self) -> bool: ...
-
-
-class Native(Inventory, Raiser, Protocol):
-    """The functions that are used of the pager."""
-
-    def set_limit(self, limit_bytes: int) -> None: ...
-    def settle(self) -> int: ...
-    def stats(self) -> dict[str, int]: ...
 
 
 class Sizing:
@@ -64,7 +47,7 @@ class Sizing:
         done: the limit is set.
     """
 
-    def __init__(self, need: Need, asked: Asked, native: Native, plans: Plans, happened: Callable[..., None]) -> None:
+    def __init__(self, need: Need, asked: Config, native: Pager, plans: Plans, happened: Callable[..., None]) -> None:
         self._need = need
         self._asked = asked
         self._native = native

@@ -17,7 +17,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,9 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
-from memmgr.native.binding import Pager
 from memmgr.readers.captures import is_capturing
 from memmgr.readers.patches import Patches
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 _PREFIXES = ("_multi_tensor_", "_fused_")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

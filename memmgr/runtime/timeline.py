@@ -20,32 +20,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
+from memmgr.common.constants import (
+    BEFORE,
+    PACK_SECONDS_PER_BYTE,
+    TOUCH_COMES,
+    TOUCH_MAKES,
+    TOUCH_RECIPE,
+    TOUCH_WRITES,
+    Row,
+)
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
 from memmgr.policies.trace.plan import carried
 from memmgr.policies.trace.schedule import Do, Step
 
 if TYPE_CHECKING:  # it imports torch, which the planner's process does without
-    from memmgr.native.binding import TimelineColumns
+    from memmgr.native._pager import TimelineColumns
 
 BETWEEN = "(between ops)"
 COMES = "(not by an op)"
 UNPACK = "(unpack)"
-_PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/residency/victims.cpp has it
-TOUCH_MAKES = 2
-_WRITES, _RECIPE, _COMES = 1, 4, 16  # allocator/pager/plan/timeline.h
-_BEFORE = 1 << 31  # allocator/pager/plan/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
-MAKES, DROPS, OFFLOADS, READS = 0, 1, 2, 3
-"""The kinds of a row; `allocator/pager/plan/follow.h`."""
-
 Rows = list[tuple[int, int, int]]
 
-PackedRows = tuple[bytes, bytes, bytes, bytes, bytes]
-"""As the pager takes them: `PlanRows`, each field an array of int64."""
+
+class PackedRows(TypedDict):
+    """As the pager takes them: `PlanRows`, each field an array of int64."""
+
+    departures: bytes
+    writes: bytes
+    reads: bytes
+    groups: bytes
+    kept: bytes
 
 
 @dataclass(frozen=True)
@@ -110,12 +119,12 @@ class Noted:
         """How many storages can leave as bits; `Measured.two_valued`, without a trace."""
         flags = np.frombuffer(self.columns["flags"], dtype=np.uint8)
         first_touch = np.frombuffer(self.columns["first_touch"], dtype=np.uint32)
-        made = np.flatnonzero(flags & (TOUCH_MAKES | _WRITES))
+        made = np.flatnonzero(flags & (TOUCH_MAKES | TOUCH_WRITES))
         cell = np.frombuffer(self.columns["ordinal"], dtype=np.uint32)[made].astype(np.int64)
         op = np.searchsorted(first_touch, made, side="right").astype(np.int64)
         _, first = np.unique(op << 32 | cell, return_index=True)  # of an op that has a cell twice among its arguments
         bits = np.frombuffer(self.columns["bits"], dtype=np.uint32)[made[first]]
-        return int(((flags[made[first]] & _RECIPE != 0) & (bits != 0)).sum())
+        return int(((flags[made[first]] & TOUCH_RECIPE != 0) & (bits != 0)).sum())
 
     def with_scratch_of(self, other: Noted) -> Noted:
         """The same, with each op's scratch raised to its scratch in `other`, a period of the same ops."""
@@ -194,7 +203,7 @@ class _Builder:
             self.constant("elsewhere", int(self.other.max()))
         seen: set[int] = set()
         for ordinal, flags in zip(self.touched, self.flags, strict=True):
-            if ordinal not in seen and not flags & (TOUCH_MAKES | _COMES):
+            if ordinal not in seen and not flags & (TOUCH_MAKES | TOUCH_COMES):
                 self.constant(str(ordinal), self.sizes[ordinal], ordinal)
             seen.add(ordinal)
         waited = 0.0
@@ -242,7 +251,7 @@ class _Builder:
     def come(self, k: int) -> None:
         for i in range(self.first_touch[k], self.first_touch[k + 1]):
             ordinal = self.touched[i]
-            if self.flags[i] & _COMES:
+            if self.flags[i] & TOUCH_COMES:
                 s = self.storage(f"{len(self.ops)}.0", self.sizes[ordinal], ordinal)
                 self.add(Op(COMES, 0.0, (), (s,), OpKind.ONCE), k)
 
@@ -258,16 +267,16 @@ class _Builder:
         for i in range(self.first_touch[k], self.first_touch[k + 1]):
             ordinal, flags = self.touched[i], self.flags[i]
             old = self.now.get(ordinal)
-            if flags & (TOUCH_MAKES | _WRITES):
+            if flags & (TOUCH_MAKES | TOUCH_WRITES):
                 if ordinal in made:
                     continue  # twice among the arguments
-                bits = self.bits[i] if flags & _RECIPE else 0
+                bits = self.bits[i] if flags & TOUCH_RECIPE else 0
                 new = self.storage(f"{at}.{len(outputs)}", bits or self.sizes[ordinal], -1 if bits else ordinal)
                 if bits:
                     unpacked.append((new, ordinal))
                 outputs.append(new)
                 made.add(ordinal)
-                again = again and bool(flags & _RECIPE)
+                again = again and bool(flags & TOUCH_RECIPE)
                 if old is not None:
                     inputs[old] = None
                     writes.append((old, new))
@@ -285,7 +294,7 @@ class _Builder:
             size = self.sizes[ordinal]
             new = self.storage(f"{len(self.ops)}.0", size, ordinal)
             self.packed[new] = bits
-            self.add(Op(UNPACK, size * _PACK_SECONDS_PER_BYTE, (bits,), (new,)), k)
+            self.add(Op(UNPACK, size * PACK_SECONDS_PER_BYTE, (bits,), (new,)), k)
 
 
 def measured(
@@ -310,7 +319,7 @@ def measured(
     """
     builder = _Builder(columns, repeats, modules)
     trace = builder.build(links, device).check()
-    before = {s: _BEFORE | builder.prior[builder.ordinal[s]] for _, s in trace.cycle}
+    before = {s: BEFORE | builder.prior[builder.ordinal[s]] for _, s in trace.cycle}
     return Measured(trace, builder.position, builder.ordinal, before, builder.hashes, builder.scratch)
 
 
@@ -322,7 +331,7 @@ class PlanRows:
         departures: may be evicted after the op.
         writes: begin to be written after the op.
         reads: begin to be read before the op.
-        groups: storages that are made again before the op, in order, and evictions between them; with `READS` before an
+        groups: storages that are made again before the op, in order, and evictions between them; with `Row.READ` before an
             eviction, it waits until so many of the later ones have read the storage.
         kept: storages that the program has released, made before one op and read last before another.
     """
@@ -335,9 +344,17 @@ class PlanRows:
 
     def packed(self) -> PackedRows:
         """As the pager takes them."""
-        rows = (self.departures, self.writes, self.reads, self.groups, self.kept)
-        departures, writes, reads, groups, kept = (np.array(r, dtype=np.int64).tobytes() for r in rows)
-        return departures, writes, reads, groups, kept
+        return {
+            "departures": _packed(self.departures),
+            "writes": _packed(self.writes),
+            "reads": _packed(self.reads),
+            "groups": _packed(self.groups),
+            "kept": _packed(self.kept),
+        }
+
+
+def _packed(rows: Rows) -> bytes:
+    return np.array(rows, dtype=np.int64).tobytes()
 
 
 def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> PlanRows:
@@ -375,7 +392,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
     done = 0  # ops of the program
     for s in sorted(below, key=lambda s: -first.get(s, n)):  # where room was not short, they are there all the same
         away[s] = "departures", len(found["departures"])
-        found["departures"].append((0, of.before[s], OFFLOADS))
+        found["departures"].append((0, of.before[s], Row.OFFLOAD))
     grouped = False  # something was made again for the next of them already
     unmade: dict[
         int, tuple[int, ...]
@@ -385,7 +402,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
     def go(s: int) -> None:
         which, position = ("groups", before(done)) if grouped else ("departures", after(done - 1))
         away[s] = which, len(found[which])
-        found[which].append((position, cell(s), DROPS))
+        found[which].append((position, cell(s), Row.DROP))
 
     for step in steps:
         s = step.target
@@ -405,7 +422,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             for made in again:
                 away.pop(made, None)
             for made in rows_of_it:
-                makes = before(done), of.ordinal[made], MAKES
+                makes = before(done), of.ordinal[made], Row.MAKE
                 if made in unread:  # it is still there then, and stays
                     found["groups"][unread.pop(made)] = makes
                 else:
@@ -423,7 +440,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             if s in away:
                 which, row = away.pop(s)
                 position, ordinal, _ = found[which][row]
-                found[which][row] = position, ordinal, OFFLOADS
+                found[which][row] = position, ordinal, Row.OFFLOAD
                 found["reads"].append((before(done), cell(s), 0))
         elif step.do is Do.OFFLOAD:
             if of.ordinal[s] >= 0:
@@ -434,13 +451,13 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
                 continue
             readers = sum(s in read for read in unmade.values())
             if readers:
-                found["groups"].extend([(before(done), cell(s), READS)] * readers)
+                found["groups"].extend([(before(done), cell(s), Row.READ)] * readers)
                 unread[s] = len(found["groups"])
             go(s)
     for s in away.keys() & {end for end, _ in trace.cycle}:  # comes back in the next pass
         which, row = away[s]
         position, ordinal, _ = found[which][row]
-        found[which][row] = position, ordinal, OFFLOADS
+        found[which][row] = position, ordinal, Row.OFFLOAD
     last: dict[tuple[int, int], int] = {}  # kept storages and since when: until when
     for c in carried(trace, steps):
         if trace.storages[c.storage].released <= c.made and of.ordinal[c.storage] >= 0:

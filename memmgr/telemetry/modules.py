@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -30,23 +30,16 @@ PLACES = (
 """Places that are no module, by their numbers from 1 on: `NoModule` in `allocator/pager/base/module_of_op.h`."""
 BACKWARD, GRADIENTS = 1 + PLACES.index("(backward)"), 1 + PLACES.index("(gradients)")
 
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
+
 LEARNED_PASSES = 4  # at a time: programs alternate
-
-
-class Native(Protocol):
-    """The functions that are used of the native half."""
-
-    def set_learning(self, on: bool) -> None: ...
-    def set_module(self, number: int) -> None: ...
-    def ops_astray(self) -> int: ...
-    def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
-    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
 
 
 class Modules:
     """Numbers for module paths, kept for the life of a budget; number 0 is "unknown"."""
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Pager) -> None:
         self._native = native
         self.names: list[str] = ["?", *PLACES]
         self._paths = LivingPaths(native.objects_of)

@@ -16,21 +16,24 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memmgr.common.constants import Purpose, Stretch
 from memmgr.common.threads import Rationed, join
 from memmgr.observe.holdings import Explanation
 from memmgr.observe.qualified_names import Named, by_storage
 from memmgr.observe.ranks import where_in_job
-from memmgr.observe.roles import OWNERS, Purpose
+from memmgr.observe.roles import OWNERS
 from memmgr.observe.source_lines import KnownLines
 
-from . import modules as modules_
 from . import stream
 from .consumers import Consumer, Log, Reader, dumps, log_path
 from .modules import BACKWARD, GRADIENTS, PLACES, Modules
+
+if TYPE_CHECKING:
+    from memmgr.native._pager import Pager
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4, "names": 3e-4}
 """The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
@@ -41,13 +44,10 @@ LOG_SHARE = 0.02
 
 EVENTS_SECONDS = 0.5  # least time between two lines of events: each line is a sum over many small events
 
-WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of the pager's `Event`
-MAP_STATES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")  # in the order of `memory_map`
-GONE = ("present", "evicted", "offloaded")
+MAP_STATES = tuple(state.name.lower() for state in Stretch)
 MOST_READERS = 8
 MOST_HOLDERS = 20  # of a log's line
 CLOSING_SECONDS = 0.2  # for readers to take the last lines
-_CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving storage line".split()
 
 
 class About(Protocol):
@@ -68,19 +68,6 @@ class About(Protocol):
         """The holders of memory."""
 
 
-class Native(modules_.Native, Protocol):
-    """The functions that are used of the native half."""
-
-    def set_detail(self, on: bool) -> None: ...
-    def drain_events(self) -> tuple[list[tuple[int, str | None, int, int, int, float]], int]: ...
-    def watch_cells(self, limit: int) -> tuple[list[tuple[Any, ...]], dict[int, tuple[int, int, int]]]: ...
-    def memory_map(self, columns: int) -> tuple[int, list[tuple[int, ...]]]: ...
-    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
-    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
-    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None: ...
-    def source_lines(self) -> list[tuple[str, int, str]]: ...
-
-
 _open: set[Telemetry] = set()
 
 
@@ -94,7 +81,7 @@ def _tidy() -> None:
 class Telemetry:
     """The stream of one open budget."""
 
-    def __init__(self, native: Native, about: About, log: str | None) -> None:
+    def __init__(self, native: Pager, about: About, log: str | None) -> None:
         self._native = native
         self._about = about
         self.modules = Modules(native)
@@ -151,6 +138,7 @@ class Telemetry:
         # Deadlines of tasks that walk Python objects begin as if each had just run: a dashboard that connects and
         # disconnects in the first seconds must cost nothing.
         self._not_before["holders"] = self._begun + 0.02 / SHARES["holders"]
+        self._native.sleeps_in(self._round)
         self._thread = threading.Thread(target=self._loop, name="memmgr-telemetry", daemon=True)
         self._thread.start()
 
@@ -354,12 +342,22 @@ class Telemetry:
 
     def _gather(self) -> None:
         """Adds the events since the last call to the sums of all consumers."""
-        events, unlisted = self._native.drain_events()
+        events = self._native.drain_events()
         passes = [self._passes.popleft() for _ in range(len(self._passes))]
         happenings = [self._happenings.popleft() for _ in range(len(self._happenings))]
-        named = [(WHAT[what], op, self.modules.name(module), *sums) for what, op, module, *sums in events]
+        named = [
+            (
+                event["what"],
+                event["op"],
+                self.modules.name(event["module"]),
+                event["count"],
+                event["bytes"],
+                event["seconds"],
+            )
+            for event in events["sums"]
+        ]
         for consumer in self._consumers():
-            consumer.collect(named, unlisted, passes)
+            consumer.collect(named, events["unlisted"], passes)
             for event in happenings:
                 consumer.put({"type": "event", **event})
 
@@ -400,20 +398,19 @@ class Telemetry:
 
     def _cells(self, wanting: list[Consumer]) -> dict[str, Any]:
         self._look_for_names()
-        rows, modules = self._native.watch_cells(max(consumer.cells for consumer in wanting))
+        watched = self._native.watch_cells(max(consumer.cells for consumer in wanting))
         cells = []
-        for row in rows:
-            cell = dict(zip(_CELL, row, strict=True))
-            cell["state"] = GONE[cell["state"]]
-            place, line = cell["module"], cell["line"]
+        for row in watched["cells"]:
+            cell: dict[str, Any] = {**row}
+            place, line = row["module"], row["line"]
             cell["name"] = self._name_of(cell.pop("storage"), place)
             cell["module"] = self.modules.name(place) or self._lines.place(line)
-            cell["line"] = self._lines.of(line, cell["op"], cell["bytes"])
+            cell["line"] = self._lines.of(line, row["op"], row["bytes"])
             cells.append(cell)
         shares: dict[str, list[int]] = {}
-        for number, sums in modules.items():
+        for number, sums in watched["modules"].items():
             share = shares.setdefault(self.modules.name(number) or "?", [0, 0, 0])
-            for i, size in enumerate(sums):
+            for i, size in enumerate((sums["present"], sums["held"], sums["absent"])):
                 share[i] += size
         by_module = [
             {"module": name, "present_bytes": present, "held_bytes": held, "gone_bytes": gone}
@@ -432,7 +429,7 @@ class Telemetry:
     def _name_of(self, storage: int, place: int) -> str | None:
         """A gradient's storage may have been another tensor's since its name was found: the pager knows where it was made."""
         named = self._named.get(storage) if place <= len(PLACES) else None
-        if named is None or (named.purpose is Purpose.GRADIENT and place not in (BACKWARD, GRADIENTS)):
+        if named is None or (named.purpose is Purpose.GRADIENTS and place not in (BACKWARD, GRADIENTS)):
             return None
         return named.name
 
@@ -454,8 +451,11 @@ class Telemetry:
         return {"type": "explained", "seconds": self._now(), "holders": rows, "lines": lines}
 
     def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
-        span, columns = self._native.memory_map(max(consumer.columns for consumer in wanting))
-        return {"type": "map", "seconds": self._now(), "span_bytes": span, "columns": columns}
+        return {
+            "type": "map",
+            "seconds": self._now(),
+            **self._native.memory_map(max(consumer.columns for consumer in wanting)),
+        }
 
     def _holders(self, wanting: list[Consumer]) -> dict[str, Any]:
         self._about.look()

@@ -267,7 +267,7 @@ def survives(name: str, share: float, **options: Any) -> tuple[dict[str, Any], R
     error: RuntimeError | OSError | None = None  # over the pager a failed read of an op is torch's error
     with memmgr.budget(limit, quiet=True, **options) as mm:
         if inject:
-            memmgr.api.budget.current().native.tier_inject(*inject)  # type: ignore[union-attr]
+            memmgr.api.budget.current().native.tier_inject(**inject)  # type: ignore[union-attr]
         try:
             for _ in range(STEPS):
                 losses.append(training.step())
@@ -302,7 +302,7 @@ def test_what_a_budget_could_not_bring_back_is_no_fault_of_the_next() -> None:
     ):
         native = memmgr.api.budget.current().native  # type: ignore[union-attr]
         assert native.adopt(lost) and native.take_away(lost)
-        native.tier_inject(0, 0, errno.EIO, 0)
+        native.tier_inject(read=errno.EIO)
     for _ in range(2):
         with memmgr.budget("1GB", quiet=True):
             assert torch.ones(50_000).exp().sum() > 0
@@ -332,7 +332,7 @@ def test_a_full_disk_with_nothing_else(tmp_path: Path) -> None:
     ],
 )
 def test_writes_that_fail(name: str, after: int, code: int) -> None:
-    stats, error = survives(name, 0.5, policy="auto", inject=(code, after, 0, 0))
+    stats, error = survives(name, 0.5, policy="auto", inject={"write": code, "after_writes": after})
     assert error is None, f"auto could have evicted: {error}"
     if not stats["tier_errors"]:
         # A failed write ahead of need is not reported if it was taken back, because the tensor was written to or ended. A disk
@@ -349,16 +349,16 @@ def test_a_full_disk_is_asked_again_once_clean_copies_are_given_up() -> None:
         for tensor in (first, second):
             assert native.adopt(tensor)
         for copies in (0, 1):  # of the resident cells
-            native.tier_inject(errno.ENOSPC, 0, 0, 0)
+            native.tier_inject(write=errno.ENOSPC)
             assert (native.take_away(second, 1) > 0) == bool(copies)
             assert mm.stats()["tier_errors"] == 1
-            native.tier_inject(0, 0, 0, 0)
+            native.tier_inject()
             assert copies or native.take_away(first, 1) > 0
             assert (first.tolist(), second.tolist()) == want
 
 
 def test_writes_that_fail_with_nothing_else() -> None:
-    stats, error = survives("gpt", 0.5, policy="offload", inject=(errno.EIO, 3, 0, 0))
+    stats, error = survives("gpt", 0.5, policy="offload", inject={"write": errno.EIO, "after_writes": 3})
     assert stats["tier_errors"] > 0
     if error is not None:  # one failed write may be survived; a clear error is fine too
         assert "disk" in str(error) and "nput/output error" in str(error)
@@ -368,7 +368,7 @@ def test_writes_that_fail_with_nothing_else() -> None:
 @pytest.mark.parametrize("policy", ["auto", "offload"])
 def test_reads_that_fail(policy: str, after: int) -> None:
     """A tensor with a recipe is recomputed; otherwise the error names the cause. Never a wrong gradient."""
-    stats, error = survives("gpt", 0.5, policy=policy, inject=(0, 0, errno.EIO, after))
+    stats, error = survives("gpt", 0.5, policy=policy, inject={"read": errno.EIO, "after_reads": after})
     if error is not None:
         assert "disk tier" in str(error) and "nput/output error" in str(error), f"not clear: {error}"
     elif stats["reloads"] > after:

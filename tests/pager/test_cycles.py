@@ -217,7 +217,7 @@ def test_a_write_that_fails_while_a_cycle_is_followed(after: int) -> None:
     def fail(loop: Loop, number: int) -> None:
         # Again in each step until one is met: the failed write may be one that no op waits for any more.
         if (runtime := budgets.current()) is not None and number >= 3 and not runtime.native.stats()["tier_errors"]:
-            runtime.native.tier_inject(errno.ENOSPC, after, 0, 0)
+            runtime.native.tier_inject(write=errno.ENOSPC, after_writes=after)
 
     figures = same_bits(lambda: Loop(fail), 0.55)
     assert figures["tier_errors"] > 0 and figures["planned_passes"] >= 1

@@ -143,7 +143,7 @@ def test_an_op_reads_what_it_has_kept_after_a_step_that_waits(extension: Any, pa
         t, x = torch.zeros(1000), torch.zeros(4)
         op(t, True)
         assert pager.add_pending(lambda data=t.data: data.fill_(1), [t.data])
-        region = pager.pin([x], False, True) if in_region else None
+        region = pager.pin([x], region=True) if in_region else None
         assert op(x, False).item() == 1000
         del region
 
@@ -377,7 +377,7 @@ def test_a_write_while_somebody_else_has_a_pin(pager: native.Pager, poke: Callab
     x = torch.ones(N) + 0
     y = x * nn.Parameter(torch.ones(1))
     pager.take_away(y, 0)
-    pin = pager.pin([x], False, False, True)  # as a collective in flight has it
+    pin = pager.pin([x], held=True)  # as a collective in flight has it
     poke(x, 3, 9.0)
     assert torch.equal(y.detach(), torch.ones(N))
     assert pager.stats()["foreign_writes"] == 1

@@ -70,6 +70,6 @@ def test_what_has_to_be_there_at_once_is_named_at_once(beyond: Callable[[str], i
     with memmgr.budget(beyond("2MB"), quiet=True):
         inputs = [torch.randn(1 << 16) for _ in range(16)]
         with pytest.raises(memmgr.BudgetError) as error:
-            native.load().pin([*inputs, *inputs], False, True)
+            native.load().pin([*inputs, *inputs], region=True)
     need = 16 * (4 << 16)
     assert need <= error.value.floor_bytes < beyond("2MB") + need

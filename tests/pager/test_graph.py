@@ -61,7 +61,7 @@ def test_equations_hold_while_everything_is_evicted_after_each_op(checked: pager
 def test_a_sum_that_does_not_agree_is_found(checked: pager.Pager) -> None:
     with memmgr.budget("1MB", device="cpu", quiet=True):
         kept = torch.randn(64, 64) * 2
-        pin = checked.pin([kept], False, False, True)
+        pin = checked.pin([kept], held=True)
         checked.miscount(1)
         try:
             with pytest.raises(RuntimeError, match="held_bytes is 16385, and the sum is 16384"):

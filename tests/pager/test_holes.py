@@ -368,7 +368,7 @@ def test_the_floor_of_a_compiled_region(large_only: None) -> None:
     with memmgr.budget(None, policy="keep", quiet=True) as mm:
         native = memmgr.native.binding.load()
         a, b = torch.ones(1 << 18) + 0, torch.ones(1 << 18) + 0
-        region = native.pin([a, b], False, True)
+        region = native.pin([a, b], region=True)
         inside = [torch.empty(1 << 18) for _ in range(3)]
         del inside, region
         assert mm.stats()["floor_bytes"] >= 5 << 20

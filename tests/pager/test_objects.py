@@ -12,12 +12,11 @@ import torch
 
 import memmgr
 from memmgr.native import binding
-from memmgr.native.binding import Pager
 from memmgr.observe import memory_inventory
 
 
 @contextmanager
-def opened() -> Iterator[Pager]:
+def opened() -> Iterator[Any]:
     with memmgr.budget(None, quiet=True):
         yield binding.load()
 

@@ -544,7 +544,7 @@ def test_a_custom_op_that_knows_of_a_parameter(beyond: Callable[[str], int]) -> 
         found = []
         for i in range(3):
             x = torch.ones(4)
-            region = native.load().pin([x], False, True) if in_region else None
+            region = native.load().pin([x], region=True) if in_region else None
             found.append(bits(knowing(x)))
             del region
             made.step(i)

@@ -19,12 +19,12 @@ from torch import nn
 import memmgr
 from memmgr.api import budget as budgets
 from memmgr.common import threads
+from memmgr.common.constants import Row
 from memmgr.native import binding
 from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
 from memmgr.runtime import planner_process, planning, timeline
 from memmgr.runtime.plans import MOST_TRIES
-from memmgr.runtime.timeline import OFFLOADS
 from memmgr.tools.bench.models import DenseNet, TreeLSTM
 
 from .planned import STEPS, bits, need, plain, settled, sizes, trained, under
@@ -246,8 +246,13 @@ def test_who_leaves_a_place_of_the_length_that_is_asked_for_goes_first() -> None
         timeline = native.timeline()
         ordinals = np.frombuffer(timeline["ordinal"], dtype=np.uint32)
         assert len(ordinals) == 2  # the shorter one, then the other
-        rows = [np.array([(1, o, what) for o in ordinals], dtype=np.int64).tobytes() for what in (OFFLOADS, 0)]
-        native.add_plan(timeline["hashes"] + bytes(8), *rows, b"", b"", b"")
+        rows = [
+            np.array([(1, o, what) for o in ordinals], dtype=np.int64).tobytes() for what in (Row.OFFLOAD, Row.MAKE)
+        ]
+        departures, writes = rows
+        native.add_plan(
+            hashes=timeline["hashes"] + bytes(8), departures=departures, writes=writes, reads=b"", groups=b"", kept=b""
+        )
         begin()
         patience = time.monotonic() + 20
         while not all(native.describe(t)["clean"] for t in (short, long)):
@@ -273,7 +278,7 @@ def test_of_plans_that_begin_alike_the_one_leads_that_has_come_after_this_period
                 native = binding.load()
                 hashes = native.timeline()["hashes"][:8] + bytes(8)  # it goes on otherwise after the first op
                 writes = np.array([(0, ordinal, 0) for ordinal in range(40)], dtype=np.int64).tobytes()
-                native.add_plan(hashes, b"", writes, b"", b"", b"")
+                native.add_plan(hashes=hashes, departures=b"", writes=writes, reads=b"", groups=b"", kept=b"")
     of_each = [now["write_backs"] - before["write_backs"] for before, now in itertools.pairwise(figures)]
     assert figures[-1]["planned_passes"] - figures[STEPS - 1]["planned_passes"] == 4
     # The other one writes tensors that the first op has touched. Fewer are a slow disk's: a write under way is not
@@ -291,7 +296,8 @@ def test_the_link_is_measured_by_copies_that_nobody_waits_for() -> None:
         native = binding.load()
         native.set_link(1.0)  # seconds a byte
         training.step()
-        assert max(native.link()[:2]) < 0.9
+        rates = native.link()
+        assert max(rates["write_seconds_per_byte"], rates["read_seconds_per_byte"]) < 0.9
 
 
 def other_states(training: States, step: int) -> None:

@@ -13,7 +13,7 @@ from budget.there import bytes_already_there
 
 import memmgr
 from memmgr.api import budget as budgets
-from memmgr.native.binding import Order
+from memmgr.common.constants import Order
 from memmgr.policies import POLICIES, Candidates, Policy, parse_policy
 from memmgr.policies.rules.directors import DIRECTORS
 from memmgr.policies.rules.prefetchers import PREFETCHERS

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from memmgr.common.constants import Row
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.policies.trace.schedule import Do, Step
 from memmgr.policies.trace.schedule import replay as replayed
-from memmgr.runtime.timeline import DROPS, MAKES, READS, Measured, rows
+from memmgr.runtime.timeline import Measured, rows
 
 C, A, GHOST, B, OUT = range(5)
 
@@ -38,8 +39,8 @@ def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
     made = rows(of, steps)
-    assert made.groups == [(4, A, MAKES), (4, A, READS), (4, A, DROPS), (4, B, MAKES), (5, A, MAKES)]
-    assert sorted(made.departures) == [(2, A, DROPS), (2, B, DROPS)]
+    assert made.groups == [(4, A, Row.MAKE), (4, A, Row.READ), (4, A, Row.DROP), (4, B, Row.MAKE), (5, A, Row.MAKE)]
+    assert sorted(made.departures) == [(2, A, Row.DROP), (2, B, Row.DROP)]
 
 
 def test_what_would_go_when_it_is_read_and_is_made_again_before_that_stays() -> None:
@@ -51,7 +52,7 @@ def test_what_would_go_when_it_is_read_and_is_made_again_before_that_stays() -> 
         Step(free, B), Step(compute, 6), Step(free, A),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
-    assert rows(of, steps).groups == [(4, A, MAKES), (4, A, READS), (4, A, MAKES), (4, B, MAKES)]
+    assert rows(of, steps).groups == [(4, A, Row.MAKE), (4, A, Row.READ), (4, A, Row.MAKE), (4, B, Row.MAKE)]
 
 
 def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
@@ -73,7 +74,7 @@ def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
     ]  # fmt: skip
     assert replayed(of.trace, steps, 6).valid
     assert rows(of, steps).groups == [
-        (4, A, MAKES), (4, A, READS), (4, A, DROPS), (4, B, MAKES), (4, 5, MAKES), (5, A, MAKES)
+        (4, A, Row.MAKE), (4, A, Row.READ), (4, A, Row.DROP), (4, B, Row.MAKE), (4, 5, Row.MAKE), (5, A, Row.MAKE)
     ]  # fmt: skip
 
 

@@ -43,10 +43,10 @@ class FakePager:
     def timeline(self) -> Any:
         return self.noted
 
-    def link(self) -> tuple[float, float, float]:
-        return 1e-9, 1e-9, 1e-10
+    def link(self) -> dict[str, float]:
+        return {"write_seconds_per_byte": 1e-9, "read_seconds_per_byte": 1e-9, "cpu_seconds_per_byte": 1e-10}
 
-    def add_plan(self, *_: Any) -> None:
+    def add_plan(self, **_: bytes) -> None:
         pass
 
 
@@ -85,7 +85,7 @@ class Run:
         """A period ends; whether it gets a plan."""
         made = len(self.asked)
         info: Any = {
-            "hash": key, "before": self.before, "ops": 3, "followed": followed, "short": short, "trials": trials,
+            "hash": key, "before": self.before, "ops": 3, "followed": followed, "ran_short": short, "trials": trials,
             "left_plan": 0, "left_at": 0,
         }  # fmt: skip
         self.before = key
@@ -241,7 +241,7 @@ def test_a_long_periods_first_plan_is_a_quick_one(
         monkeypatch.setattr(planning, name, {"plan": planner(is_quick)})
     added: list[Any] = []
     events: list[str] = []
-    run.pager.add_plan = lambda *rows: added.append(rows)
+    run.pager.add_plan = lambda **rows: added.append(rows)
     run.plans._happened = lambda what, **_: events.append(what)
     for key in (1, 2, 2):
         run.ends(key)

@@ -7,7 +7,7 @@ import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 import memmgr
 from memmgr.observe.holdings import Explanation
-from memmgr.observe.leaks import PASSES, Leaks, Survivor
+from memmgr.observe.leaks import PASSES, Leaks
 
 TOP = 5
 
@@ -192,14 +192,19 @@ def test_a_history_of_fixed_length_is_no_leak(length: int) -> None:
     assert not _leaking(16, hold).leaks
 
 
+def _survivors(births: list[int], size: int) -> dict[str, Any]:
+    places = [{"line": 0, "module": 0, "bytes": size}]
+    return {"op": "aten::mm", "births": births, "bytes": size, "absent_bytes": 0, "places": places}
+
+
 class Counted:
     """A pager that holds `rows`."""
 
     def __init__(self) -> None:
         self.passes = 0
-        self.rows: list[Survivor] = []
+        self.rows: list[Any] = []
 
-    def survivors(self, mark: int) -> list[Survivor]:
+    def survivors(self, mark: int) -> list[Any]:
         return self.rows
 
     def passes_ended(self) -> int:
@@ -208,10 +213,10 @@ class Counted:
 
 def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
     pager = Counted()
-    leaks = Leaks(pager)
+    leaks = Leaks(cast(Any, pager))
     for i in range(1, PASSES + 1):
         pager.passes = i + 1
-        pager.rows = [("aten::mm", list(range(i)), 100 * i, 0, [(0, 0, 100 * i)])]
+        pager.rows = [_survivors(list(range(i)), 100 * i)]
         leaks.look()
         assert bool(leaks.found(lambda: [None])) == (i == PASSES)
     (leak,) = leaks.found(lambda: [None])
@@ -221,7 +226,7 @@ def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
         pager.passes += 1
         leaks.look()
     assert not leaks.found(lambda: [None])
-    pager.rows = [("aten::mm", [0, 1, pager.passes - 2], 300, 0, [])]
+    pager.rows = [_survivors([0, 1, pager.passes - 2], 300)]
     leaks.look()
     assert not leaks.found(lambda: [None])
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "base/constants.h"
 #include "base/lock.h"
 #include "memmgr/core.h"
 
@@ -22,10 +23,6 @@ class SumUnderLock {
  private:
   std::atomic<uint64_t> sum_{0};
 };
-
-// The order in which malloc evicts when it has to choose by itself. kRanked: a policy's, made ahead of need, and DTR's
-// once that is used up.
-enum class Order : uint8_t { kDtr, kLru, kLargest, kDelta, kRanked };
 
 struct Options {
   uint64_t small_bytes = 64 << 10;  // smaller storages are counted and never paged

@@ -8,11 +8,11 @@
 #include <map>
 #include <tuple>
 
+#include "base/constants.h"
+
 namespace memmgr::pager {
 
 struct OpInfo;
-
-enum class Event : uint8_t { kEvict, kOffload, kReload, kRematerialize, kStall };
 
 // True while an observer is connected. Events are recorded only then, in a table of bounded size.
 extern std::atomic<bool> watched;

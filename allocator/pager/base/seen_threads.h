@@ -1,16 +1,12 @@
 // Threads whose ops are seen (rule 12): the dispatch key that they include, and torch's callbacks.
 #pragma once
 
-#include <c10/core/DispatchKey.h>
-
 #include <atomic>
 #include <cstdint>
 
-namespace memmgr::pager {
+#include "base/constants.h"
 
-// The dispatch key that the fallback is registered on. It has to be below autograd and autocast, above every backend,
-// in no alias set, and used by no other library.
-constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
+namespace memmgr::pager {
 
 // Makes the ops of this thread seen, and those of threads that get torch's thread state from it.
 void see_this_thread(bool on);

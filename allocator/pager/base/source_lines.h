@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "base/constants.h"
+
 namespace memmgr::pager {
 
-// The ops whose large results are recorded with a line.
-enum class Lines : uint8_t { kOfNone, kOfMarkedOps, kOfAll };
 extern std::atomic<Lines> lines_taken;
 
 // Returns the number of the line at which this thread's innermost Python function is, without the functions of skipped

@@ -28,6 +28,7 @@
 
 #include "base/checksum.h"
 #include "base/clock.h"
+#include "base/constants.h"
 #include "base/tensors.h"
 #include "cells/file_range.h"
 #include "memmgr/device.h"
@@ -45,15 +46,7 @@ inline const mm_stream kNobodys = reinterpret_cast<mm_stream>(~uintptr_t{1});
 // Bytes that have never been restored.
 inline const mm_stream kNotFilled = reinterpret_cast<mm_stream>(~uintptr_t{0});
 
-// Where the bytes of an absent cell are.
-enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kPacked };
-
-// Why an address may not change (rule 9). kNone: it may.
-enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite, kCaptured, kSizes };
-
-// The program's use of a cell, if it was set (set_purpose). kOther: activations, and cells without a set purpose.
-enum class Purpose : uint8_t { kOther, kParameter, kGradient, kOptimizerState };
-constexpr size_t kPurposes = 4;
+constexpr size_t kPurposes = kValues<Purpose>;
 
 constexpr uintptr_t kLine = 64;  // bytes; a kernel may depend on an address's offset in a line
 

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -47,21 +48,21 @@ std::string module_of(PyObject* frame) {
   return std::string(text_of(known ? PyDict_GetItemString(globals.object, "__name__") : nullptr));
 }
 
-// Returns true if a thread sleeps there until another thread, or a peer, wakes it.
-bool waits_in(PyObject* frame, std::string_view function) {
-  static constexpr std::pair<std::string_view, std::string_view> kWaiting[] = {{"threading", "wait"},
-                                                                               {"threading", "_wait_for_tstate_lock"},
-                                                                               {"concurrent.futures.thread", "_worker"},
-                                                                               {"selectors", "select"},
-                                                                               {"socket", "accept"},
-                                                                               {"socket", "readinto"},
-                                                                               {"multiprocessing.connection", "_recv"},
-                                                                               {"memmgr.telemetry.publisher", "_round"},
-                                                                               {"memmgr.runtime.periods", "_loop"},
-                                                                               {"memmgr.runtime.ranking", "_loop"}};
-  const std::string module = module_of(frame);
-  return std::find(std::begin(kWaiting), std::end(kWaiting), std::pair{std::string_view(module), function}) !=
-         std::end(kWaiting);
+// Code objects of functions. They are never released. The GIL is held.
+using Codes = std::unordered_set<const void*>;
+Codes& codes_that_sleep() {
+  static auto* c = new Codes;
+  return *c;
+}
+Codes& codes_that_set_gradients() {
+  static auto* c = new Codes;
+  return *c;
+}
+
+void add_code(PyObject* function, Codes* codes) {
+  if (PyMethod_Check(function)) function = PyMethod_GET_FUNCTION(function);
+  if (PyFunction_Check(function) && codes->insert(PyFunction_GET_CODE(function)).second)
+    Py_INCREF(PyFunction_GET_CODE(function));
 }
 
 // `p.grad = None` is an instruction of a function that names "grad"; setattr(p, name, None) one that names setattr.
@@ -80,10 +81,10 @@ Elsewhere does(PyFrameObject* top) {
   Py_INCREF(top);
   for (PyFrameObject* frame = top; frame;) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    const std::string_view function = text_of(code->co_name);
-    if (frame == top && waits_in(reinterpret_cast<PyObject*>(frame), function)) found = Elsewhere::kWaits;
+    if (frame == top && codes_that_sleep().count(code)) found = Elsewhere::kWaits;
     // A backward also waits: for the engine's threads, for its peers, for a lock of the user's.
-    if (function == "_engine_run_backward" || (frame == top && may_set_gradients(code))) found = Elsewhere::kGradients;
+    if (codes_that_set_gradients().count(code) || (frame == top && may_set_gradients(code)))
+      found = Elsewhere::kGradients;
     Py_DECREF(code);
     PyFrameObject* next = found == Elsewhere::kGradients ? nullptr : PyFrame_GetBack(frame);
     Py_DECREF(frame);
@@ -145,6 +146,9 @@ std::string_view read_of_thread(unsigned long system_thread, const char* what, c
 }
 
 }  // namespace
+
+void sleeps_in(PyObject* function) { add_code(function, &codes_that_sleep()); }
+void sets_gradients_in(PyObject* function) { add_code(function, &codes_that_set_gradients()); }
 
 bool rests(Sleeper* o, uint64_t now, uint64_t long_ns) {
   char text[512], times[64];

@@ -22,6 +22,12 @@ enum class Elsewhere {
   kGradients,  // one sets gradients, or may: other threads read none
 };
 
+// A thread whose innermost frame runs this Python function sleeps until another thread, or a peer, wakes it. With the
+// GIL.
+void sleeps_in(PyObject* function);
+// A thread that has this Python function among its frames sets gradients. With the GIL.
+void sets_gradients_in(PyObject* function);
+
 // With the GIL. The answer holds until the caller releases it.
 Elsewhere elsewhere();
 

@@ -8,6 +8,7 @@
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/constants.h"
 #include "base/errors.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
@@ -38,7 +39,6 @@ struct Kernel {
   OpInfo* info;
   std::string args;  // one letter for each argument: a tensor that is read or written, or a number
 };
-constexpr char kRead = 'r', kWritten = 'w';
 
 // Kernels by the table of functions of their library. Python unloads no library, so an entry stays valid. It is not
 // erased, because a launch may wait without the GIL while the budget closes. Guarded by the GIL.
@@ -53,8 +53,8 @@ void for_each_tensor(const Kernel& kernel, PyObject* args, const F& visit) {
   for (size_t i = 0; i < n; ++i) {
     const char kind = kernel.args[i];
     PyObject* o = PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i));
-    if ((kind == kRead || kind == kWritten) && THPVariable_Check(o))
-      visit(THPVariable_Unpack(o).unsafeGetTensorImpl(), kind == kWritten);
+    if ((kind == kArgumentRead || kind == kArgumentWritten) && THPVariable_Check(o))
+      visit(THPVariable_Unpack(o).unsafeGetTensorImpl(), kind == kArgumentWritten);
   }
 }
 
@@ -160,34 +160,20 @@ PyMethodDef* table_of(PyObject* function) {
   return module && module->m_methods == def && def->ml_flags == METH_VARARGS ? def : nullptr;
 }
 
-// page_kernel(function, key, name, args) -> True if its launches are ops from now on
-PyObject* py_page_kernel(PyObject*, PyObject* arguments) {
-  PyObject* function;
-  const char *key, *name, *args;
-  if (!PyArg_ParseTuple(arguments, "Osss", &function, &key, &name, &args)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    PyMethodDef* def = table_of(function);
-    if (!def) Py_RETURN_FALSE;
-    if (def->ml_meth != &launch) {
-      kernels()[def] = {def->ml_meth, info_of_kernel(key, name), args};
-      def->ml_meth = &launch;
-    }
-    Py_RETURN_TRUE;
-  });
-}
-
-PyObject* py_unpage_kernels(PyObject*, PyObject*) {
-  for (auto& [def, kernel] : kernels()) def->ml_meth = kernel.original;
-  Py_RETURN_NONE;
-}
-
 }  // namespace
 
-PyMethodDef launch_methods[] = {
-    {"page_kernel", py_page_kernel, METH_VARARGS,
-     "page_kernel(function, key, name, args): a kernel of a compiled graph; its launches are ops from now on. args: r "
-     "(a tensor that is read), w (written) or - (a number) for each"},
-    {"unpage_kernels", py_unpage_kernels, METH_NOARGS, "all kernels run as they were"},
-    {nullptr, nullptr, 0, nullptr}};
+bool page_kernel(PyObject* function, const std::string& key, const std::string& name, const std::string& args) {
+  PyMethodDef* def = table_of(function);
+  if (!def) return false;
+  if (def->ml_meth != &launch) {
+    kernels()[def] = {def->ml_meth, info_of_kernel(key, name), args};
+    def->ml_meth = &launch;
+  }
+  return true;
+}
+
+void unpage_kernels() {
+  for (auto& [def, kernel] : kernels()) def->ml_meth = kernel.original;
+}
 
 }  // namespace memmgr::pager

@@ -121,6 +121,6 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   return result;
 }
 
-bool prepare_pins() { return PyType_Ready(&pin_type) == 0; }
+PyTypeObject* pin_class() { return PyType_Ready(&pin_type) == 0 ? &pin_type : nullptr; }
 
 }  // namespace memmgr::pager

@@ -14,6 +14,6 @@ namespace memmgr::pager {
 // that has declared its writes. hardly: the call reads one element, so a mapped storage that finds no room stays in its
 // mapping.
 PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader, bool hardly = false);
-bool prepare_pins();  // once
+PyTypeObject* pin_class();  // null: Python's error is set
 
 }  // namespace memmgr::pager

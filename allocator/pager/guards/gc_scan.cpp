@@ -7,7 +7,6 @@
 #include <optional>
 #include <vector>
 
-#include "base/errors.h"
 #include "guards/extension_ops.h"
 
 namespace memmgr::pager {
@@ -87,28 +86,16 @@ bool visit_objects(Search& search) {
 }
 #endif
 
-// objects_of(types[, libraries]) -> the tracked objects of these types or of subtypes, and the functions that pybind11
-// has bound in these libraries. References are taken and dropped without a bytecode in between: otherwise another
-// thread would find references that are not its own.
-PyObject* py_objects_of(PyObject*, PyObject* args) {
-  PyObject *types, *libraries = nullptr;
-  if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &types, &PyList_Type, &libraries)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    Search search{types, {}, {}};
-    if (libraries) search.libraries.emplace(libraries);
-    if (!visit_objects(search)) return nullptr;
-    PyObject* list = PyList_New(static_cast<Py_ssize_t>(search.found.size()));
-    for (size_t i = 0; list && i < search.found.size(); ++i)
-      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), search.found[i].release());
-    return list;
-  });
-}
-
 }  // namespace
 
-PyMethodDef object_methods[] = {
-    {"objects_of", py_objects_of, METH_VARARGS,
-     "objects_of(types[, libraries]): what the garbage collector knows of them, and what pybind11 has bound there"},
-    {nullptr, nullptr, 0, nullptr}};
+PyObject* objects_of(PyObject* types, PyObject* libraries) {
+  Search search{types, {}, {}};
+  if (libraries) search.libraries.emplace(libraries);
+  if (!visit_objects(search)) return nullptr;
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(search.found.size()));
+  for (size_t i = 0; list && i < search.found.size(); ++i)
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), search.found[i].release());
+  return list;
+}
 
 }  // namespace memmgr::pager

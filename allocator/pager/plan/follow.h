@@ -7,13 +7,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/constants.h"
 #include "remat/rematerialize.h"
 
 namespace memmgr::pager {
-
-// kMake: rematerialize the cell. kDrop, kOffload: it may be evicted or offloaded. kRead, once for each reader: a recipe
-// of the group reads the cell before it may be evicted.
-enum class Row : uint8_t { kMake, kDrop, kOffload, kRead };
 
 struct PlanRow {
   uint32_t position;

@@ -12,24 +12,16 @@
 #include <string>
 #include <vector>
 
+#include "base/constants.h"
 #include "cells/types.h"
 #include "ops/op_info.h"
 
 namespace memmgr::pager {
 
 constexpr uint32_t kNoOrdinal = ~0u;
-// Added to the ordinal of the period before, for a cell that this period has not touched yet.
-constexpr uint32_t kBefore = 1u << 31;
-
-constexpr uint8_t kTouchWrites = 1;
-constexpr uint8_t kTouchMakes = 2;   // the op made the cell
-constexpr uint8_t kTouchRecipe = 4;  // the version that the op makes or writes has a recipe or needs none
-constexpr uint8_t kTouchFirst = 8;   // the cell's first touch in this period
-constexpr uint8_t kTouchComes = 16;  // first touched, made after the period began, by no op: a resized storage, a batch
-
 struct TouchNote {
   uint32_t ordinal;
-  uint8_t flags;
+  uint8_t flags;      // kTouch... of base/constants.def
   uint32_t bits = 0;  // bytes of the version if packed; 0: it is not packed
 };
 

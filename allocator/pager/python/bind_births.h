@@ -1,10 +1,10 @@
-// Functions of the Python module for reports on the holders of memory: living cells, those of the peak, source lines.
+// Functions for reports on the holders of memory: living cells, those of the peak, source lines.
 #pragma once
 
-#include <Python.h>
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-extern PyMethodDef birth_methods[];
+void bind_births(Module& m);
 
 }  // namespace memmgr::pager

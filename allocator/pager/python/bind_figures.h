@@ -1,10 +1,10 @@
 // Figures, and functions for tests.
 #pragma once
 
-#include <Python.h>
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-extern PyMethodDef figure_methods[];
+void bind_figures(Module& m);
 
 }  // namespace memmgr::pager

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <Python.h>
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-bool add_plan_functions(PyObject* module);
+void bind_plans(Module& m);
 // Called when a budget ends.
 void forget_periods();
 

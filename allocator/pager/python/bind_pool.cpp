@@ -1,90 +1,71 @@
 #include "python/bind_pool.h"
 
 // The Python module's functions for the pool and the tier: figures, and a measurement of a copy's speed.
-#include <Python.h>
-
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/gil.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
 
+struct ProbeSeconds {
+  double write, read, cpu;
+};
+
+FIELDS(ProbeSeconds, "A write and a read of the tier, and the processor time of both.", write, read, cpu)
+
 namespace {
 
-PyObject* py_add_outside(PyObject*, PyObject* o) {
-  const long long delta = PyLong_AsLongLong(o);
-  if (PyErr_Occurred()) return nullptr;
+void py_add_outside(int64_t delta) {
   if (budget.arena) mm_arena_add_outside(budget.arena, delta);
-  Py_RETURN_NONE;
 }
 
-PyObject* py_resident(PyObject*, PyObject*) {
-  return PyLong_FromUnsignedLongLong(budget.arena ? mm_arena_resident(budget.arena) : 0);
-}
+uint64_t py_resident() { return budget.arena ? mm_arena_resident(budget.arena) : 0; }
 
-// set_limit(bytes): the limit of the open budget from now on. `settle` evicts cells beyond it.
-PyObject* py_set_limit(PyObject*, PyObject* o) {
-  const unsigned long long bytes = PyLong_AsUnsignedLongLong(o);
-  if (PyErr_Occurred()) return nullptr;
+void py_set_limit(uint64_t bytes) {
   if (budget.open) budget.pool->set_budget(bytes);
-  Py_RETURN_NONE;
 }
 
-struct Figure {
-  const char* name;
-  uint64_t value;
-};
-template <size_t n>
-PyObject* figures(const Figure (&all)[n]) {
-  PyObject* dict = PyDict_New();
-  for (const Figure& figure : all) {
-    PyObject* value = PyLong_FromUnsignedLongLong(figure.value);
-    if (dict && (!value || PyDict_SetItemString(dict, figure.name, value) < 0)) Py_CLEAR(dict);
-    Py_XDECREF(value);
-  }
-  return dict;
-}
-
-PyObject* py_arena_stats(PyObject*, PyObject*) {
+Figures py_arena_stats() {
   mm_arena_stats a{};
   if (budget.arena) mm_arena_stats_get(budget.arena, &a);
-  return figures({{"budget_bytes", a.budget_bytes},
-                  {"live_bytes", a.live_bytes},
-                  {"outside_bytes", a.outside_bytes},
-                  {"resident_peak_bytes", a.resident_peak_bytes},
-                  {"unmanaged_peak_bytes", a.unmanaged_peak_bytes},
-                  {"committed_peak_bytes", a.committed_peak_bytes},
-                  {"reclaims", a.reclaims},
-                  {"search_nanoseconds", a.search_nanoseconds},
-                  {"longest_run_bytes", a.longest_run_bytes},
-                  {"placeable_bytes", a.placeable_bytes}});
+  Figures d;
+  d.put("budget_bytes", a.budget_bytes);
+  d.put("live_bytes", a.live_bytes);
+  d.put("outside_bytes", a.outside_bytes);
+  d.put("resident_peak_bytes", a.resident_peak_bytes);
+  d.put("unmanaged_peak_bytes", a.unmanaged_peak_bytes);
+  d.put("committed_peak_bytes", a.committed_peak_bytes);
+  d.put("reclaims", a.reclaims);
+  d.put("search_nanoseconds", a.search_nanoseconds);
+  d.put("longest_run_bytes", a.longest_run_bytes);
+  d.put("placeable_bytes", a.placeable_bytes);
+  return d;
 }
 
-// tier_stats() -> dict, empty without a tier
-PyObject* py_tier_stats(PyObject*, PyObject*) {
-  if (!budget.tier_writes) return PyDict_New();
+Figures py_tier_stats() {
+  Figures d;
+  if (!budget.tier_writes) return d;
   mm_tier_stats t{};
   mm_tier_stats_get(budget.tier, &t);
-  return figures({{"capacity_bytes", t.capacity_bytes},
-                  {"used_bytes", t.used_bytes},
-                  {"used_peak_bytes", t.used_peak_bytes},
-                  {"file_bytes", t.file_bytes},
-                  {"written_bytes", t.written_bytes},
-                  {"read_bytes", t.read_bytes},
-                  {"errors", t.errors},
-                  {"cpu_nanoseconds", t.cpu_nanoseconds},
-                  {"direct", static_cast<uint64_t>(t.direct)}});
+  d.put("capacity_bytes", t.capacity_bytes);
+  d.put("used_bytes", t.used_bytes);
+  d.put("used_peak_bytes", t.used_peak_bytes);
+  d.put("file_bytes", t.file_bytes);
+  d.put("written_bytes", t.written_bytes);
+  d.put("read_bytes", t.read_bytes);
+  d.put("errors", t.errors);
+  d.put("cpu_nanoseconds", t.cpu_nanoseconds);
+  d.put("direct", static_cast<uint64_t>(t.direct));
+  return d;
 }
 
-// tier_probe(bytes) -> seconds (of a write, of a read, of a processor for both); None: there is no room for it
-PyObject* py_tier_probe(PyObject*, PyObject* o) {
-  const size_t n = PyLong_AsSize_t(o);
-  if (PyErr_Occurred()) return nullptr;
-  if (!budget.tier_writes) Py_RETURN_NONE;
+std::optional<ProbeSeconds> py_tier_probe(size_t n) {
+  if (!budget.tier_writes) return std::nullopt;
   const bool on_host = budget.pool->on_host();
   const OwnWork own;
   void* p = nullptr;
@@ -93,17 +74,16 @@ PyObject* py_tier_probe(PyObject*, PyObject* o) {
     p = (block = budget.pool->try_allocate(n, 0)).get();
   else if (posix_memalign(&p, 4096, n) != 0)
     p = nullptr;
-  if (!p) Py_RETURN_NONE;
-  uint64_t begun, written = 0, read = 0;
-  int64_t slot;
+  if (!p) return std::nullopt;
+  const WithoutGil released;
+  uint64_t read = 0;
   mm_tier_stats before{}, after{};
-  Py_BEGIN_ALLOW_THREADS;
   if (on_host) std::memset(p, 1, n);
   mm_tier_stats_get(budget.tier, &before);
-  begun = now_ns();
-  slot = mm_tier_write_now(budget.tier, p, n);
+  const uint64_t begun = now_ns();
+  const int64_t slot = mm_tier_write_now(budget.tier, p, n);
   if (slot >= 0) mm_tier_wait(budget.tier, slot);
-  written = now_ns();
+  const uint64_t written = now_ns();
   if (slot >= 0) {
     if (mm_tier_read_now(budget.tier, slot, p) == 0 && mm_tier_wait(budget.tier, slot) >= 0) read = now_ns();
     mm_tier_free(budget.tier, slot);
@@ -112,30 +92,27 @@ PyObject* py_tier_probe(PyObject*, PyObject* o) {
   if (on_host) free(p);
   block.clear();
   if (!on_host) mm_arena_reset_peak(budget.arena);  // the block counted in the budget, but not in the run
-  Py_END_ALLOW_THREADS;
-  if (!read) Py_RETURN_NONE;
-  return Py_BuildValue("(ddd)", static_cast<double>(written - begun) * 1e-9, static_cast<double>(read - written) * 1e-9,
-                       static_cast<double>(after.cpu_nanoseconds - before.cpu_nanoseconds) * 1e-9);
+  if (!read) return std::nullopt;
+  return ProbeSeconds{static_cast<double>(written - begun) * 1e-9, static_cast<double>(read - written) * 1e-9,
+                      static_cast<double>(after.cpu_nanoseconds - before.cpu_nanoseconds) * 1e-9};
 }
 
-// tier_inject(write errno, after writes, read errno, after reads); for tests
-PyObject* py_tier_inject(PyObject*, PyObject* args) {
-  int write, writes, read, reads;
-  if (!PyArg_ParseTuple(args, "iiii", &write, &writes, &read, &reads)) return nullptr;
-  if (budget.tier) mm_tier_inject(budget.tier, write, writes, read, reads);
-  Py_RETURN_NONE;
+void py_tier_inject(int write, int after_writes, int read, int after_reads) {
+  if (budget.tier) mm_tier_inject(budget.tier, write, after_writes, read, after_reads);
 }
 
 }  // namespace
 
-PyMethodDef pool_methods[] = {
-    {"add_outside", py_add_outside, METH_O, "bytes more that are on the device and not of the pool"},
-    {"set_limit", py_set_limit, METH_O, "another limit for the open budget, in bytes"},
-    {"resident", py_resident, METH_NOARGS, "bytes on the device"},
-    {"arena_stats", py_arena_stats, METH_NOARGS, "the pool's figures"},
-    {"tier_stats", py_tier_stats, METH_NOARGS, "the tier's figures"},
-    {"tier_probe", py_tier_probe, METH_O, "tier_probe(bytes) -> seconds (to write, to read, of a CPU)"},
-    {"tier_inject", py_tier_inject, METH_VARARGS, "lets writes and reads of the tier fail; for tests"},
-    {nullptr, nullptr, 0, nullptr}};
+void bind_pool(Module& m) {
+  m.def<&py_add_outside>("add_outside", "delta", "Bytes that are on the device, and not of the pool.");
+  m.def<&py_set_limit>("set_limit", "limit_bytes",
+                       "The limit of the open budget from now on. `settle` evicts cells beyond it.");
+  m.def<&py_resident>("resident", "", "Bytes on the device.");
+  m.def<&py_arena_stats>("arena_stats", "", "The pool's figures.");
+  m.def<&py_tier_stats>("tier_stats", "", "The tier's figures; empty without a tier.");
+  m.def<&py_tier_probe>("tier_probe", "size", "Writes and reads so many bytes; None: there is no room for it.");
+  m.def<&py_tier_inject>("tier_inject", "*, write=0, after_writes=0, read=0, after_reads=0",
+                         "Lets writes and reads of the tier fail with these errors (errno). For tests.");
+}
 
 }  // namespace memmgr::pager

@@ -1,10 +1,10 @@
-// A pool without cells, for tests of devices.
+// The functions for the pool and the tier.
 #pragma once
 
-#include <Python.h>
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-extern PyMethodDef pool_methods[];
+void bind_pool(Module& m);
 
 }  // namespace memmgr::pager

@@ -4,94 +4,70 @@
 
 #include <cstring>
 
+#include "base/gil.h"
 #include "residency/victims.h"
 
 namespace memmgr::pager {
 
+struct CandidateColumns {
+  Column<int64_t> serials, sizes;
+  Column<double> stale_seconds, cost_seconds, chain_seconds;
+  Column<uint8_t> recomputable, clean, offloadable;
+};
+
+FIELDS(CandidateColumns,
+       "Cells that can be evicted now, in columns as bytes: int64 serials and sizes, float64 seconds, bool.", serials,
+       sizes, stale_seconds, cost_seconds, chain_seconds, recomputable, clean, offloadable)
+
 namespace {
 
-template <class T, class F>
-PyObject* column(const std::vector<Candidate>& from, F&& of) {
-  std::vector<T> values;
-  values.reserve(from.size());
-  for (const Candidate& c : from) values.push_back(static_cast<T>(of(c)));
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()),
-                                   static_cast<Py_ssize_t>(values.size() * sizeof(T)));
-}
-
-// candidates() -> (serials, sizes: int64; staleness, cost, chain: float64; recomputable, clean, offloadable: bool), as
-// bytes
-PyObject* py_candidates(PyObject*, PyObject*) {
+CandidateColumns py_candidates() {
   std::vector<Candidate> all;
-  Py_BEGIN_ALLOW_THREADS;
-  all = candidates();
-  Py_END_ALLOW_THREADS;
-  PyObject* columns[] = {column<int64_t>(all, [](const Candidate& c) { return c.serial; }),
-                         column<int64_t>(all, [](const Candidate& c) { return c.nbytes; }),
-                         column<double>(all, [](const Candidate& c) { return c.stale_seconds; }),
-                         column<double>(all, [](const Candidate& c) { return c.cost_seconds; }),
-                         column<double>(all, [](const Candidate& c) { return c.chain_seconds; }),
-                         column<uint8_t>(all, [](const Candidate& c) { return c.droppable; }),
-                         column<uint8_t>(all, [](const Candidate& c) { return c.clean; }),
-                         column<uint8_t>(all, [](const Candidate& c) { return c.offloadable; })};
-  PyObject* result = PyTuple_New(std::size(columns));
-  for (size_t i = 0; i < std::size(columns); ++i) {
-    if (!result || !columns[i]) {
-      Py_XDECREF(columns[i]);
-      Py_CLEAR(result);
-      continue;
-    }
-    PyTuple_SET_ITEM(result, static_cast<Py_ssize_t>(i), columns[i]);
+  {
+    const WithoutGil released;
+    all = candidates();
   }
-  return result;
+  CandidateColumns columns;
+  for (const Candidate& c : all) {
+    columns.serials.push_back(static_cast<int64_t>(c.serial));
+    columns.sizes.push_back(static_cast<int64_t>(c.nbytes));
+    columns.stale_seconds.push_back(c.stale_seconds);
+    columns.cost_seconds.push_back(c.cost_seconds);
+    columns.chain_seconds.push_back(c.chain_seconds);
+    columns.recomputable.push_back(c.droppable);
+    columns.clean.push_back(c.clean);
+    columns.offloadable.push_back(c.offloadable);
+  }
+  return columns;
 }
 
-// set_ranking(serials: int64, ways: uint8), as bytes. The first cell is evicted first.
-PyObject* py_set_ranking(PyObject*, PyObject* args) {
-  Py_buffer serials, ways;
-  if (!PyArg_ParseTuple(args, "y*y*", &serials, &ways)) return nullptr;
+void py_set_ranking(Bytes serials, Bytes ways) {
+  if (serials.size() != ways.size() * sizeof(int64_t)) raise_error(PyExc_ValueError, "an int64 and a uint8 for each");
   std::vector<std::pair<uint64_t, Way>> ranked;
-  const auto n = static_cast<size_t>(ways.len);
-  const bool fits = static_cast<size_t>(serials.len) == n * sizeof(int64_t);
-  for (size_t i = 0; fits && i < n; ++i) {
-    int64_t serial;
-    std::memcpy(&serial, static_cast<const char*>(serials.buf) + i * sizeof serial, sizeof serial);
-    const uint8_t way = static_cast<const uint8_t*>(ways.buf)[i];
-    ranked.emplace_back(static_cast<uint64_t>(serial), way <= 2 ? static_cast<Way>(way) : Way::kCheaper);
+  for (size_t i = 0; i < ways.size(); ++i) {
+    uint64_t serial;
+    std::memcpy(&serial, serials.data() + i * sizeof serial, sizeof serial);
+    const auto way = static_cast<uint8_t>(ways.data()[i]);
+    ranked.emplace_back(serial, way < kValues<Way> ? static_cast<Way>(way) : Way::kCheaper);
   }
-  PyBuffer_Release(&serials);
-  PyBuffer_Release(&ways);
-  if (!fits) {
-    PyErr_SetString(PyExc_ValueError, "an int64 and a uint8 for each");
-    return nullptr;
-  }
-  Py_BEGIN_ALLOW_THREADS;
+  const WithoutGil released;
   set_ranking(ranked);
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
 }
 
-PyObject* py_wait_for_pressure(PyObject*, PyObject*) {
-  Py_BEGIN_ALLOW_THREADS;
+void py_wait_for_pressure() {
+  const WithoutGil released;
   wait_for_pressure();
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
 }
-
-PyObject* py_end_wait_for_pressure(PyObject*, PyObject*) {
-  end_wait_for_pressure();
-  Py_RETURN_NONE;
-}
-
-PyMethodDef ranking_methods[] = {
-    {"candidates", py_candidates, METH_NOARGS, "what can leave now, in columns"},
-    {"set_ranking", py_set_ranking, METH_VARARGS, "set_ranking(serials, ways): who leaves next, and how"},
-    {"wait_for_pressure", py_wait_for_pressure, METH_NOARGS, "returns when an order is wanted, or none any more"},
-    {"end_wait_for_pressure", py_end_wait_for_pressure, METH_NOARGS, "none is wanted any more"},
-    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
-bool add_ranking_functions(PyObject* module) { return PyModule_AddFunctions(module, ranking_methods) == 0; }
+void bind_ranking(Module& m) {
+  m.def<&py_candidates>("candidates", "", "The cells that can be evicted now, the one that was touched last first.");
+  m.def<&py_set_ranking>("set_ranking", "serials, ways",
+                         "The cells to evict next, the first one first: int64 serials, and a uint8 of Way for each.");
+  m.def<&py_wait_for_pressure>("wait_for_pressure", "",
+                               "Waits without the GIL until an order is wanted, or until end_wait_for_pressure().");
+  m.def<&end_wait_for_pressure>("end_wait_for_pressure", "", "No order is wanted any more.");
+}
 
 }  // namespace memmgr::pager

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <Python.h>
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-bool add_ranking_functions(PyObject* module);
+void bind_ranking(Module& m);
 
 }  // namespace memmgr::pager

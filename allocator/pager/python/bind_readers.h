@@ -1,10 +1,10 @@
 // Functions for Python's readers of raw bytes.
 #pragma once
 
-#include <Python.h>
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-bool add_reader_functions(PyObject* module);
+void bind_readers(Module& m);
 
 }  // namespace memmgr::pager

@@ -3,10 +3,10 @@
 // ended.
 #pragma once
 
-#include <Python.h>
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-extern PyMethodDef gradient_methods[];
+void bind_gradients(Module& m);
 
 }  // namespace memmgr::pager

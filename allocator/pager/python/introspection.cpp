@@ -31,37 +31,111 @@
 
 namespace memmgr::pager {
 
+struct EventRow {
+  std::string what;
+  std::optional<std::string> op;
+  uint32_t module;
+  uint64_t count, bytes;
+  double seconds;
+};
+
+FIELDS(EventRow, "A sum of events. `what`: a word of Event. `op`: None if it is not known.", what, op, module, count,
+       bytes, seconds)
+
+struct EventList {
+  std::vector<EventRow> sums;
+  uint64_t unlisted;
+};
+
+FIELDS(EventList, "Events since the last call. `unlisted`: events that found no entry.", sums, unlisted)
+
+// The keys are those of the stream.
+struct WatchedCell {
+  uint64_t bytes;
+  std::string state;
+  bool copy, held;
+  uint32_t handles;
+  double op_seconds, age_seconds;
+  bool recomputable;
+  std::optional<std::string> op;
+  uint32_t module;
+  uint64_t storage;
+  uint32_t line;
+  bool arriving = false;  // never: a cell is not known before its bytes are there; the stream's readers have the key
+};
+
+FIELDS(
+    WatchedCell,
+    "A cell, as the stream has it. `state`: present, evicted or offloaded. `copy`: in the tier. `held`: it cannot be "
+    "evicted now. `handles`: references to its storage. `age_seconds`: since its last touch. `storage`: its address. "
+    "`line`: the number of the source line that made it; 0: not recorded.",
+    bytes, state, copy, held, handles, op_seconds, age_seconds, recomputable, op, module, storage, line, arriving)
+
+struct ModuleShare {
+  uint64_t present = 0, held = 0, absent = 0;
+};
+
+FIELDS(ModuleShare, "Bytes of cells: resident, of these not evictable, and absent.", present, held, absent)
+
+struct WatchedCells {
+  std::vector<WatchedCell> cells;
+  std::map<uint32_t, ModuleShare> modules;
+};
+
+FIELDS(WatchedCells, "The largest cells, the largest first, and the shares of the modules by number.", cells, modules)
+
+struct MemoryMap {
+  uint64_t span_bytes;
+  std::vector<std::vector<int64_t>> columns;
+};
+
+FIELDS(MemoryMap,
+       "The address space up to the last block that has memory. `columns`: bytes for each state, in the order of "
+       "Stretch.",
+       span_bytes, columns)
+
+struct PassPeaks {
+  uint64_t resident, unmanaged;
+};
+
+FIELDS(PassPeaks, "The high-water marks of a pass, in bytes: with memmgr, and as it would be without.", resident,
+       unmanaged)
+
+struct ResidentCell {
+  uint64_t storage, bytes;
+};
+
+FIELDS(ResidentCell, "`storage`: its storage's address; 0: the storage has ended.", storage, bytes)
+
 namespace {
 
-PyObject* name_of(const OpInfo* info) {
-  if (!info) Py_RETURN_NONE;
+std::optional<std::string> name_of(const OpInfo* info) {
+  if (!info) return std::nullopt;
   std::string name = info->op.schema().name();
   const size_t colons = name.find("::");
   if (colons != std::string::npos) name.replace(colons, 2, ".");
   const std::string& overload = info->op.schema().overload_name();
-  return PyUnicode_FromString((name + "." + (overload.empty() ? "default" : overload)).c_str());
+  return name + "." + (overload.empty() ? "default" : overload);
 }
 
 const Recipe* maker_of(const Cell* c) { return c->version ? c->version->recipe : nullptr; }
 
 // ---- the address space ----
 
-enum Stretch : int { kFree, kOther, kMayLeave, kHeld, kLeaving, kArriving, kHole, kStretches };
-
 struct Piece {
   uint64_t offset, bytes;
-  int state;
+  Stretch state;
 };
 struct Strip {
-  std::vector<std::pair<uint64_t, int>> marks;  // offset of a block's start, and its state
+  std::vector<std::pair<uint64_t, Stretch>> marks;  // offset of a block's start, and its state
   std::vector<Piece> pieces;
 };
 
 int add_piece(void* user, uint64_t offset, uint64_t bytes, int state) {
   auto* strip = static_cast<Strip*>(user);
-  int what = state == 1 ? kOther : state == 0 ? kFree : kHole;
+  Stretch what = state == 1 ? Stretch::kOther : state == 0 ? Stretch::kFree : Stretch::kHole;
   if (state == 1) {
-    const auto it = std::lower_bound(strip->marks.begin(), strip->marks.end(), std::make_pair(offset, 0));
+    const auto it = std::lower_bound(strip->marks.begin(), strip->marks.end(), std::make_pair(offset, Stretch{}));
     if (it != strip->marks.end() && it->first < offset + bytes) what = it->second;
   }
   strip->pieces.push_back({offset, bytes, what});
@@ -72,73 +146,41 @@ bool is_held(const Cell* c) { return (c->state.load() & kPinMask) != 0 || c->esc
 
 // ---- Python ----
 
-PyObject* py_set_detail(PyObject*, PyObject* on) {
-  watch_events(PyObject_IsTrue(on) == 1);
-  Py_RETURN_NONE;
-}
+void py_set_module(uint32_t number) { set_current_module(number); }
 
-PyObject* py_set_learning(PyObject*, PyObject* on) {
-  learn_modules(PyObject_IsTrue(on) == 1);
-  Py_RETURN_NONE;
-}
-
-PyObject* py_set_module(PyObject*, PyObject* number) {
-  set_current_module(static_cast<uint32_t>(PyLong_AsUnsignedLongMask(number)));
-  Py_RETURN_NONE;
-}
-
-PyObject* py_ops_astray(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(take_mispredicted()); }
-
-// end_pass() -> (resident, unmanaged): the high-water marks of the pass that ends in this thread
-PyObject* py_end_pass(PyObject*, PyObject*) {
+PassPeaks py_end_pass() {
   drop_unread_pending();
   end_pass_of_modules();
   end_pass_of_births();
   mm_arena_stats a{};
   if (budget.arena) mm_arena_stats_get(budget.arena, &a);
   if (budget.arena) mm_arena_reset_peak(budget.arena);
-  return Py_BuildValue("(KK)", static_cast<unsigned long long>(a.resident_peak_bytes),
-                       static_cast<unsigned long long>(a.unmanaged_peak_bytes));
+  return {a.resident_peak_bytes, a.unmanaged_peak_bytes};
 }
 
-// drain_events() -> ([(event, op or None, module, count, bytes, seconds)], events that found no entry)
-PyObject* py_drain_events(PyObject*, PyObject*) {
+EventList py_drain_events() {
   const EventSums taken = take_events();
-  PyObject* list = PyList_New(0);
-  for (const auto& [key, sum] : taken.sums) {
-    PyObject* item = list
-                         ? Py_BuildValue("(iNIKKd)", static_cast<int>(std::get<0>(key)), name_of(std::get<1>(key)),
-                                         std::get<2>(key), static_cast<unsigned long long>(sum.count),
-                                         static_cast<unsigned long long>(sum.bytes), static_cast<double>(sum.ns) * 1e-9)
-                         : nullptr;
-    if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
-    Py_XDECREF(item);
-  }
-  return list ? Py_BuildValue("(NK)", list, static_cast<unsigned long long>(taken.unlisted)) : nullptr;
+  EventList events{{}, taken.unlisted};
+  for (const auto& [key, sum] : taken.sums)
+    events.sums.push_back({word_of(static_cast<Event>(std::get<0>(key))), name_of(std::get<1>(key)), std::get<2>(key),
+                           sum.count, sum.bytes, static_cast<double>(sum.ns) * 1e-9});
+  return events;
 }
 
-// watch_cells(limit) -> ([(bytes, state, has a copy, cannot be evicted now, references, seconds of its op, seconds
-// since its last touch, can be rematerialized, op or None, module, False, storage's address, line)] largest first,
-// {module: bytes (resident, of these not evictable, absent)})
-PyObject* py_watch_cells(PyObject*, PyObject* o) {
-  const long limit = PyLong_AsLong(o);
-  if (limit < 0) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "a negative limit");
+WatchedCells py_watch_cells(uint32_t limit) {
   struct Row {
     uint64_t bytes;
-    int state;
+    const char* state;
     bool copy, held, again;
-    unsigned references;
+    uint32_t references;
     double cost, age;
     const OpInfo* op;
     uint32_t module;
     uint64_t storage;
     uint32_t line;
   };
-  struct Share {
-    unsigned long long present = 0, held = 0, absent = 0;
-  };
   std::vector<Row> rows;
-  std::map<uint32_t, Share> modules;
+  WatchedCells watched_cells;
   const uint64_t now = ticks();
   {
     const Hold lock(graph_lock());
@@ -147,14 +189,14 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
       const bool absent = c->state.load() & kAbsent, held = !absent && is_held(c);
       const Recipe* r = maker_of(c);
       const Origin origin = origin_of_locked(c);
-      Share& share = modules[origin.module];
+      ModuleShare& share = watched_cells.modules[origin.module];
       (absent ? share.absent : share.present) += c->nbytes;
       if (held) share.held += c->nbytes;
       const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
       rows.push_back({c->nbytes,
-                      !absent                           ? 0
-                      : c->absence == Absence::kEvicted ? 1
-                                                        : 2,
+                      !absent                           ? "present"
+                      : c->absence == Absence::kEvicted ? "evicted"
+                                                        : "offloaded",
                       c->slot >= 0, held, r && recipe_available_locked(r) && budget.options.may_evict,
                       c->storage.use_count(), r ? seconds_of(r) : 0,
                       seconds_of_ticks(now > touched ? now - touched : 0), origin.op, origin.module,
@@ -164,37 +206,16 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
   const size_t n = std::min(rows.size(), static_cast<size_t>(limit));
   std::partial_sort(rows.begin(), rows.begin() + static_cast<ptrdiff_t>(n), rows.end(),
                     [](const Row& a, const Row& b) { return a.bytes > b.bytes; });
-  PyObject* list = PyList_New(0);
   for (size_t i = 0; i < n; ++i) {
     const Row& r = rows[i];
-    PyObject* item = list ? Py_BuildValue("(KiNNIddNNINKI)", static_cast<unsigned long long>(r.bytes), r.state,
-                                          PyBool_FromLong(r.copy), PyBool_FromLong(r.held), r.references, r.cost, r.age,
-                                          PyBool_FromLong(r.again), name_of(r.op), r.module, PyBool_FromLong(0),
-                                          static_cast<unsigned long long>(r.storage), r.line)
-                          : nullptr;
-    if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
-    Py_XDECREF(item);
+    watched_cells.cells.push_back({r.bytes, r.state, r.copy, r.held, r.references, r.cost, r.age, r.again,
+                                   name_of(r.op), r.module, r.storage, r.line});
   }
-  PyObject* shares = PyDict_New();
-  for (const auto& [module, share] : modules) {
-    PyObject* key = PyLong_FromUnsignedLong(module);
-    PyObject* value = Py_BuildValue("(KKK)", share.present, share.held, share.absent);
-    if (shares && (!key || !value || PyDict_SetItem(shares, key, value) < 0)) Py_CLEAR(shares);
-    Py_XDECREF(key);
-    Py_XDECREF(value);
-  }
-  if (list && shares) return Py_BuildValue("(NN)", list, shares);
-  Py_XDECREF(list);
-  Py_XDECREF(shares);
-  return nullptr;
+  return watched_cells;
 }
 
-// memory_map(columns) -> (bytes of address space shown, [bytes per state] * columns). The states: free, other,
-// evictable, not evictable now, next to be evicted (queued, or with a copy in the tier), arriving (never: a block is
-// not known before the bytes are there), hole. The range ends with its last block that has memory.
-PyObject* py_memory_map(PyObject*, PyObject* o) {
-  const long columns = PyLong_AsLong(o);
-  if (columns < 1 || columns > 4096) return PyErr_Format(PyExc_ValueError, "1 to 4096 columns");
+MemoryMap py_memory_map(uint32_t columns) {
+  if (columns < 1 || columns > 4096) raise_error(PyExc_ValueError, "1 to 4096 columns");
   Strip strip;
   if (budget.arena) {
     const auto* base = static_cast<const char*>(mm_arena_base(budget.arena));
@@ -203,7 +224,9 @@ PyObject* py_memory_map(PyObject*, PyObject* o) {
       for_each_cell_locked([&](Cell* c) {
         const void* p = block_of(c);
         if (c->small || !c->resident() || !p || !mm_arena_owns(budget.arena, p)) return;
-        const int what = is_held(c) ? kHeld : c->queued_at >= 0 || c->slot >= 0 ? kLeaving : kMayLeave;
+        const Stretch what = is_held(c)                          ? Stretch::kHeld
+                             : c->queued_at >= 0 || c->slot >= 0 ? Stretch::kLeaving
+                                                                 : Stretch::kMayLeave;
         strip.marks.emplace_back(static_cast<uint64_t>(static_cast<const char*>(p) - base), what);
       });
     }
@@ -213,13 +236,13 @@ PyObject* py_memory_map(PyObject*, PyObject* o) {
   // There are plenty of addresses: long stretches without memory would make the rest invisible.
   uint64_t live = 0, span = 0;
   for (const Piece& piece : strip.pieces)
-    if (piece.state != kHole) live += piece.bytes;
-  while (!strip.pieces.empty() && strip.pieces.back().state == kHole) strip.pieces.pop_back();
+    if (piece.state != Stretch::kHole) live += piece.bytes;
+  while (!strip.pieces.empty() && strip.pieces.back().state == Stretch::kHole) strip.pieces.pop_back();
   for (Piece& piece : strip.pieces) {
-    if (piece.state == kHole) piece.bytes = std::min(piece.bytes, live / 64);
+    if (piece.state == Stretch::kHole) piece.bytes = std::min(piece.bytes, live / 64);
     span += piece.bytes;
   }
-  std::vector<std::array<double, kStretches>> sums(static_cast<size_t>(columns));
+  std::vector<std::array<double, kValues<Stretch>>> sums(columns);
   const double width = std::max(1.0, static_cast<double>(span) / static_cast<double>(columns));
   double at = 0;
   for (const Piece& piece : strip.pieces) {
@@ -229,70 +252,53 @@ PyObject* py_memory_map(PyObject*, PyObject* o) {
           0.0, std::min(end, static_cast<double>(i + 1) * width) - std::max(at, static_cast<double>(i) * width));
     at = end;
   }
-  PyObject* list = PyList_New(0);
-  for (const auto& sum : sums) {
-    PyObject* column = list ? PyTuple_New(kStretches) : nullptr;
-    for (int i = 0; column && i < kStretches; ++i)
-      PyTuple_SET_ITEM(column, i, PyLong_FromLongLong(static_cast<long long>(sum[static_cast<size_t>(i)])));
-    if (!column || PyList_Append(list, column) < 0) Py_CLEAR(list);
-    Py_XDECREF(column);
-  }
-  return list ? Py_BuildValue("(KN)", static_cast<unsigned long long>(span), list) : nullptr;
+  MemoryMap map{span, {}};
+  for (const auto& sum : sums) map.columns.emplace_back(sum.begin(), sum.end());
+  return map;
 }
 
-PyObject* py_storage_info(PyObject*, PyObject* o) {
-  if (!THPVariable_Check(o)) Py_RETURN_NONE;
-  return info_of_storage(THPVariable_Unpack(o));
+std::optional<StorageInfo> py_storage_info(Tensor o) {
+  if (!THPVariable_Check(o.object)) return std::nullopt;
+  return info_of_storage(THPVariable_Unpack(o.object));
 }
 
-// resident_cells() -> [(its storage's address, bytes)]; address 0: the storage has ended
-PyObject* py_resident_cells(PyObject*, PyObject*) {
-  std::vector<std::pair<unsigned long long, unsigned long long>> found;
-  {
-    const Hold lock(graph_lock());
-    for_each_cell_locked([&](Cell* c) {
-      if (!c->small && c->resident())
-        found.emplace_back(reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()), c->nbytes);
-    });
-  }
-  PyObject* list = PyList_New(0);
-  for (const auto& [storage, bytes] : found) {
-    PyObject* item = list ? Py_BuildValue("(KK)", storage, bytes) : nullptr;
-    if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
-    Py_XDECREF(item);
-  }
-  return list;
+std::vector<ResidentCell> py_resident_cells() {
+  std::vector<ResidentCell> found;
+  const Hold lock(graph_lock());
+  for_each_cell_locked([&](Cell* c) {
+    if (!c->small && c->resident())
+      found.push_back({reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()), c->nbytes});
+  });
+  return found;
 }
 
 }  // namespace
 
-PyObject* info_of_storage(const at::Tensor& t) {
+std::optional<StorageInfo> info_of_storage(const at::Tensor& t) {
   if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !budget.pool ||
       t.device().type() != budget.pool->device.type() ||
       (!t.device().is_cpu() && t.device().index() != budget.pool->device.index()))
-    Py_RETURN_NONE;
+    return std::nullopt;
   c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   const Cell* c = cell_of(s);
   const bool absent = c && (c->state.load() & kAbsent);
   const void* p = pointer_of(s).get();
   const bool counted =
       absent || (c && c->outside) || is_counted_as_fixed(s) || (budget.pool && p && budget.pool->owns(p));
-  const auto bytes = static_cast<unsigned long long>(s->nbytes());
-  return Py_BuildValue("KKKN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(s)), absent ? 0 : bytes,
-                       bytes, PyBool_FromLong(counted));
+  return StorageInfo{reinterpret_cast<uintptr_t>(s), absent ? 0 : s->nbytes(), s->nbytes(), counted};
 }
 
-PyMethodDef observe_methods[] = {
-    {"set_detail", py_set_detail, METH_O, "whether what happens is noted by op and module"},
-    {"set_learning", py_set_learning, METH_O, "whether set_module is called for every module"},
-    {"set_module", py_set_module, METH_O, "number of the module whose forward runs in this thread"},
-    {"ops_astray", py_ops_astray, METH_NOARGS, "ops since the last call whose module is not known"},
-    {"end_pass", py_end_pass, METH_NOARGS, "a pass ends in this thread -> its peaks: (resident, unmanaged)"},
-    {"drain_events", py_drain_events, METH_NOARGS, "what happened since the last call"},
-    {"watch_cells", py_watch_cells, METH_O, "watch_cells(limit): the largest, and sums by module"},
-    {"memory_map", py_memory_map, METH_O, "memory_map(columns)"},
-    {"storage_info", py_storage_info, METH_O, "storage_info(tensor) -> (address, bytes in memory, bytes, counted)"},
-    {"resident_cells", py_resident_cells, METH_NOARGS, "[(storage's address, bytes)]"},
-    {nullptr, nullptr, 0, nullptr}};
+void bind_introspection(Module& m) {
+  m.def<&watch_events>("set_detail", "on", "Whether events are recorded by op and module.");
+  m.def<&learn_modules>("set_learning", "on", "Whether set_module is called for every module.");
+  m.def<&py_set_module>("set_module", "number", "The module whose forward runs in this thread.");
+  m.def<&take_mispredicted>("ops_astray", "", "Ops since the last call whose module is not known.");
+  m.def<&py_end_pass>("end_pass", "", "Ends a pass in this thread.");
+  m.def<&py_drain_events>("drain_events", "", "Takes the events.");
+  m.def<&py_watch_cells>("watch_cells", "limit", "Describes the largest cells, and sums over all by module.");
+  m.def<&py_memory_map>("memory_map", "columns", "Describes the address space.");
+  m.def<&py_storage_info>("storage_info", "tensor", "None: it has no storage on the device.");
+  m.def<&py_resident_cells>("resident_cells", "", "The resident cells that are not small.");
+}
 
 }  // namespace memmgr::pager

@@ -3,17 +3,25 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <Python.h>
 
-#include <atomic>
 #include <cstdint>
+#include <optional>
+
+#include "python/bind.h"
 
 namespace memmgr::pager {
 
-// Returns (its storage's address, bytes in memory, bytes, counted by the budget already); None: no storage on the
-// device.
-PyObject* info_of_storage(const at::Tensor& t);
+struct StorageInfo {
+  uint64_t storage, held_bytes, bytes;
+  bool counted;
+};
 
-extern PyMethodDef observe_methods[];
+FIELDS(StorageInfo, "A storage. `storage`: its address. `held_bytes`: in memory. `counted`: by the budget already.",
+       storage, held_bytes, bytes, counted)
+
+// Without a value: the tensor has no storage on the device.
+std::optional<StorageInfo> info_of_storage(const at::Tensor& t);
+
+void bind_introspection(Module& m);
 
 }  // namespace memmgr::pager

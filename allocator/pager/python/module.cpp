@@ -1,12 +1,10 @@
 // The Python module: opening, closing and the errors. No op calls these functions.
 #include <ATen/record_function.h>
 #include <Python.h>
-#include <pybind11/pybind11.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <cstring>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "base/budget.h"
@@ -14,6 +12,7 @@
 #include "base/deferred_drop.h"
 #include "base/errors.h"
 #include "base/events.h"
+#include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/link.h"
 #include "base/lock.h"
@@ -26,13 +25,12 @@
 #include "cells/freeze.h"
 #include "cells/types.h"
 #include "concurrency/python_threads.h"
-#include "dispatch/launch.h"
 #include "guards/address_exports.h"
+#include "guards/argument_pins.h"
 #include "guards/captures.h"
 #include "guards/collective_pins.h"
 #include "guards/cpp_tensor_hooks.h"
 #include "guards/escape.h"
-#include "guards/gc_scan.h"
 #include "guards/mapped_files.h"
 #include "guards/stream_guard.h"
 #include "guards/unseen_threads.h"
@@ -41,6 +39,7 @@
 #include "pools/pool.h"
 #include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
+#include "python/bind.h"
 #include "python/bind_births.h"
 #include "python/bind_figures.h"
 #include "python/bind_plans.h"
@@ -62,79 +61,73 @@ namespace memmgr::pager {
 
 namespace {
 
-PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
-                                "may_offload", "torture", "verify",     "prefetch", "order",       "search",
-                                "remap",       "apart",   "device",     "driver",   "host_bytes",  nullptr};
-  unsigned long long limit, disk_bytes, throttle, small_bytes, host_bytes;
-  const char *folder, *device, *driver;
-  int may_evict, may_offload, torture, verify, prefetch, order, search, remap, apart;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKpppppiiipszK", const_cast<char**>(names), &limit, &folder,
-                                   &disk_bytes, &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify,
-                                   &prefetch, &order, &search, &remap, &apart, &device, &driver, &host_bytes))
-    return nullptr;
-  return guarded([&]() -> PyObject* {
-    TORCH_CHECK(!budget.forked,
-                "memmgr: this process was forked from one that has had a budget, and its memory is that one's: it can "
-                "have no budget of its own. Start it with multiprocessing's \"spawn\", or fork before a budget opens.");
-    TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
-    seconds_of_ticks(0);
-    const c10::Device where{std::string(device)};
-    Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, driver);
-    char why[200] = {};
-    if (pool->on_host() && folder && may_offload) {
-      budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
-      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
-    } else if (pool->on_host()) {
-      budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
-      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
-    } else if (host_bytes && may_offload) {
-      budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
-      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
-    }
-    budget.tier_writes = budget.tier && !(pool->on_host() && !(folder && may_offload));
-    learn_mapped();
-    Options o;
-    o.small_bytes = small_bytes;
-    o.may_evict = may_evict;
-    o.may_offload = may_offload;
-    o.torture = torture;
-    o.verify = verify;
-    o.prefetch = prefetch;
-    o.order = static_cast<Order>(order);
-    o.search = pool->places() ? search : -1;
-    o.remap = remap;
-    o.apart = apart;
-    budget.options = o;
-    least_born_bytes = small_bytes;
-    {
-      const Hold lock(budget.error_lock);
-      budget.tier_error.clear();
-    }
-    budget.pool = pool;
-    budget.arena = pool->arena;
-    mm_arena_set_layout(budget.arena, o.remap, o.apart);
-    pool->set_budget(limit);
-    pool->install();
-    forget_askers();
-    prepare_for_waiting();
-    watch_forks();  // after the core's: handlers run in reverse, and the pager's waits for the tier
-    mm_arena_reset_peak(budget.arena);
-    mm_arena_reset_counts(budget.arena);
-    reset_floor();
-    forget_untried();
-    new (&counters) Counters;  // from zero
-    counters.ops_before = ops_counted();
-    forget_moved();
-    listeners = at::hasCallbacks() ? uint32_t{kOthers} : 0;
-    catch_unseen_threads(true);
-    watch_exports(true);
-    budget.open.store(true, std::memory_order_release);
-    let_callbacks_rest(true);
-    see_this_thread(true);
-    let_others_end_their_ops();
-    Py_RETURN_NONE;
-  });
+const char* text_or_null(const std::optional<std::string>& text) { return text ? text->c_str() : nullptr; }
+
+// search: -1, or MM_BY_*: whether requests without a run of addresses choose victims for one. remap: MM_REMAP_*.
+void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint64_t disk_bytes, uint64_t throttle,
+             uint64_t small_bytes, bool may_evict, bool may_offload, bool torture, bool verify, bool prefetch,
+             Order order, int search, int remap, bool apart, const std::string& device,
+             const std::optional<std::string>& driver, uint64_t host_bytes) {
+  const char* folder = text_or_null(tier_folder);
+  TORCH_CHECK(!budget.forked,
+              "memmgr: this process was forked from one that has had a budget, and its memory is that one's: it can "
+              "have no budget of its own. Start it with multiprocessing's \"spawn\", or fork before a budget opens.");
+  TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
+  seconds_of_ticks(0);
+  const c10::Device where{device};
+  Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, text_or_null(driver));
+  char why[200] = {};
+  if (pool->on_host() && folder && may_offload) {
+    budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
+    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
+  } else if (pool->on_host()) {
+    budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
+    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
+  } else if (host_bytes && may_offload) {
+    budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
+    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
+  }
+  budget.tier_writes = budget.tier && !(pool->on_host() && !(folder && may_offload));
+  learn_mapped();
+  Options o;
+  o.small_bytes = small_bytes;
+  o.may_evict = may_evict;
+  o.may_offload = may_offload;
+  o.torture = torture;
+  o.verify = verify;
+  o.prefetch = prefetch;
+  o.order = order;
+  o.search = pool->places() ? search : -1;
+  o.remap = remap;
+  o.apart = apart;
+  budget.options = o;
+  least_born_bytes = small_bytes;
+  {
+    const Hold lock(budget.error_lock);
+    budget.tier_error.clear();
+  }
+  budget.pool = pool;
+  budget.arena = pool->arena;
+  mm_arena_set_layout(budget.arena, o.remap, o.apart);
+  pool->set_budget(limit);
+  pool->install();
+  forget_askers();
+  prepare_for_waiting();
+  watch_forks();  // after the core's: handlers run in reverse, and the pager's waits for the tier
+  mm_arena_reset_peak(budget.arena);
+  mm_arena_reset_counts(budget.arena);
+  reset_floor();
+  forget_untried();
+  new (&counters) Counters;  // from zero
+  counters.ops_before = ops_counted();
+  forget_moved();
+  listeners = at::hasCallbacks() ? uint32_t{kOthers} : 0;
+  catch_unseen_threads(true);
+  watch_exports(true);
+  budget.open.store(true, std::memory_order_release);
+  let_callbacks_rest(true);
+  see_this_thread(true);
+  let_others_end_their_ops();
 }
 
 // Returns the cells with references that keep them alive while the GIL is free.
@@ -177,119 +170,113 @@ bool outlives_budget(Escape why) {
 constexpr uint64_t kTrimEach = uint64_t{32} << 20;
 
 // close(): restores all cells, gives the storages their own pointers back, and closes the tier.
-PyObject* py_close(PyObject*, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    if (!budget.open) Py_RETURN_NONE;
-    budget.pool->set_budget(MM_UNLIMITED);
-    budget.options.torture = false;
-    struct Staying {  // a restored cell is not evicted again
-      Staying() { nothing_leaves(true); }
-      ~Staying() { nothing_leaves(false); }
-    };
-    end_watch();
-    forget_captures();
-    forget_others();
-    std::optional<Staying> staying(std::in_place);
-    std::exception_ptr wrong;
-    forget_periods();
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-      finish_transfers();
-    } catch (...) {
-      wrong = std::current_exception();
-    }
-    drop_what_waits();
-    Py_END_ALLOW_THREADS;
-    auto cells = all_cells();
-    Py_BEGIN_ALLOW_THREADS;
-    uint64_t moved = 0;
-    const auto trim = [&] {
-      mm_arena_trim(budget.arena, 0);
-      moved = 0;
-    };
-    for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells are restored
-      for (auto& [c, s] : cells) {
-        // A cell that an earlier budget gave up raises at its next use; this budget has lost nothing.
-        if (c->given_up || (resident && !c->resident())) continue;
-        try {
-          bool back = return_to_mapping(c);
-          if (!back && !resident) {
-            fetch(c);
-            back = return_to_mapping(c);
-          }
-          if (back && (moved += c->nbytes) >= kTrimEach) trim();
-        } catch (...) {
-          wrong = std::current_exception();
+void py_close() {
+  if (!budget.open) return;
+  budget.pool->set_budget(MM_UNLIMITED);
+  budget.options.torture = false;
+  struct Staying {  // a restored cell is not evicted again
+    Staying() { nothing_leaves(true); }
+    ~Staying() { nothing_leaves(false); }
+  };
+  end_watch();
+  forget_captures();
+  forget_others();
+  std::optional<Staying> staying(std::in_place);
+  std::exception_ptr wrong;
+  forget_periods();
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    finish_transfers();
+  } catch (...) {
+    wrong = std::current_exception();
+  }
+  drop_what_waits();
+  Py_END_ALLOW_THREADS;
+  auto cells = all_cells();
+  Py_BEGIN_ALLOW_THREADS;
+  uint64_t moved = 0;
+  const auto trim = [&] {
+    mm_arena_trim(budget.arena, 0);
+    moved = 0;
+  };
+  for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells are restored
+    for (auto& [c, s] : cells) {
+      // A cell that an earlier budget gave up raises at its next use; this budget has lost nothing.
+      if (c->given_up || (resident && !c->resident())) continue;
+      try {
+        bool back = return_to_mapping(c);
+        if (!back && !resident) {
+          fetch(c);
+          back = return_to_mapping(c);
         }
+        if (back && (moved += c->nbytes) >= kTrimEach) trim();
+      } catch (...) {
+        wrong = std::current_exception();
       }
-      if (moved) trim();
     }
-    forget_works();
-    exhume();
-    try {
-      if (rule_holds(kRuleClosed)) budget.pool->settle();
-    } catch (...) {
-      wrong = std::current_exception();
+    if (moved) trim();
+  }
+  forget_works();
+  exhume();
+  try {
+    if (rule_holds(kRuleClosed)) budget.pool->settle();
+  } catch (...) {
+    wrong = std::current_exception();
+  }
+  Py_END_ALLOW_THREADS;
+  budget.open.store(false, std::memory_order_release);
+  catch_unseen_threads(false);
+  let_callbacks_rest(false);
+  watch_exports(false);
+  // Ops of other threads that began under the budget have pins on cells that end now, or are about to pin them.
+  Py_BEGIN_ALLOW_THREADS;
+  if (!wait_until_kernel_is_left(60))
+    wrong = std::make_exception_ptr(std::runtime_error("memmgr: an op of another thread has not ended for a minute"));
+  Py_END_ALLOW_THREADS;
+  staying.reset();
+  forget_fixed();
+  cells = all_cells();  // with the cells that were made in between
+  cut_recipes(true);
+  for (auto& [c, s] : cells)
+    if (cell_of(s.get()) == c && c->resident()) {
+      if (!c->small) former_cells().push_back({WeakStorage(s), c->escape});
+      unadopt(c);
     }
-    Py_END_ALLOW_THREADS;
-    budget.open.store(false, std::memory_order_release);
-    catch_unseen_threads(false);
-    let_callbacks_rest(false);
-    watch_exports(false);
-    // Ops of other threads that began under the budget have pins on cells that end now, or are about to pin them.
-    Py_BEGIN_ALLOW_THREADS;
-    if (!wait_until_kernel_is_left(60))
-      wrong = std::make_exception_ptr(std::runtime_error("memmgr: an op of another thread has not ended for a minute"));
-    Py_END_ALLOW_THREADS;
-    staying.reset();
-    forget_fixed();
-    cells = all_cells();  // with the cells that were made in between
-    cut_recipes(true);
-    for (auto& [c, s] : cells)
-      if (cell_of(s.get()) == c && c->resident()) {
-        if (!c->small) former_cells().push_back({WeakStorage(s), c->escape});
-        unadopt(c);
-      }
-    cells.clear();
-    {
-      // A cell that could not be restored is lost with the tier: its slot must not be taken for one of a later tier.
-      const Hold lock(graph_lock());
-      for_each_cell_locked([](Cell* c) { c->slot = -1, c->given_up |= !c->resident(); });
-    }
-    Py_BEGIN_ALLOW_THREADS;
-    drop_what_waits();
-    stop_dropper();
-    Py_END_ALLOW_THREADS;
-    budget.pool->uninstall();
-    mm_arena_set_layout(budget.arena, MM_REMAP_FIRST, 0);
-    if (budget.tier) {
-      finish_transfers();
-      mm_tier_close(budget.tier);
-      budget.tier = nullptr;
-      budget.tier_writes = false;
-    }
-    if (wrong) std::rethrow_exception(wrong);
-    Py_RETURN_NONE;
-  });
+  cells.clear();
+  {
+    // A cell that could not be restored is lost with the tier: its slot must not be taken for one of a later tier.
+    const Hold lock(graph_lock());
+    for_each_cell_locked([](Cell* c) { c->slot = -1, c->given_up |= !c->resident(); });
+  }
+  Py_BEGIN_ALLOW_THREADS;
+  drop_what_waits();
+  stop_dropper();
+  Py_END_ALLOW_THREADS;
+  budget.pool->uninstall();
+  mm_arena_set_layout(budget.arena, MM_REMAP_FIRST, 0);
+  if (budget.tier) {
+    finish_transfers();
+    mm_tier_close(budget.tier);
+    budget.tier = nullptr;
+    budget.tier_writes = false;
+  }
+  if (wrong) std::rethrow_exception(wrong);
 }
 
-// adopt(tensor or cdata) -> bytes of its cell, new or not; 0: it has none
-PyObject* py_adopt(PyObject*, PyObject* o) {
-  return guarded([&]() -> PyObject* {
-    const StoragePtr s = storage_of(o);
-    Cell* c = nullptr;
-    if (s && budget.open) {
-      c = cell_of(s.get());
-      if (!c && adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) c = adopt(s.get());
-    }
-    return PyLong_FromUnsignedLongLong(c ? c->nbytes : 0);
-  });
+// Returns the bytes of its cell, new or not; 0: it has none.
+uint64_t py_adopt(Addressed o) {
+  const StoragePtr s = storage_of(o.object);
+  Cell* c = nullptr;
+  if (s && budget.open) {
+    c = cell_of(s.get());
+    if (!c && adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) c = adopt(s.get());
+  }
+  return c ? c->nbytes : 0;
 }
 
-// adopt_all(tensors) -> bytes. Adopts these, the leaves' gradients, and the cells of earlier budgets. A gradient that
-// another thread sets at the same time is adopted when an op touches it.
-PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
-  if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
+// Adopts these, the leaves' gradients, and the cells of earlier budgets. Returns their bytes. A gradient that another
+// thread sets at the same time is adopted when an op touches it.
+uint64_t py_adopt_all(TensorList tensors) {
   const bool gradients = elsewhere() != Elsewhere::kGradients;
   std::vector<StoragePtr> found, others;
   const auto add = [&](const at::Tensor& t) {
@@ -298,8 +285,8 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
     if (is_small(s)) return;
     (adoptable(s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
-    PyObject* o = PyList_GET_ITEM(tensors, i);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.object); ++i) {
+    PyObject* o = PyList_GET_ITEM(tensors.object, i);
     // Runs no code of the object.
     if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;
     const at::Tensor& t = THPVariable_Unpack(o);
@@ -325,22 +312,20 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
   for (const StoragePtr& s : others) count_fixed(s.get());
-  return guarded([&] {
-    {
-      const pybind11::gil_scoped_release released;
-      for (const auto& [s, why] : escaped)
-        if (Cell* c = cell_of(s.get())) escape(c, why);
-    }
-    return PyLong_FromUnsignedLongLong(bytes);
-  });
+  {
+    const WithoutGil released;
+    for (const auto& [s, why] : escaped)
+      if (Cell* c = cell_of(s.get())) escape(c, why);
+  }
+  return bytes;
 }
 
-// settle(): evicts cells that were adopted past the limit. Returns the bytes that are still resident beyond it.
-PyObject* py_settle(PyObject*, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    uint64_t beyond = 0;
-    give_others_a_moment();
-    Py_BEGIN_ALLOW_THREADS;
+// Evicts cells that were adopted past the limit. Returns the bytes that are still resident beyond it.
+uint64_t py_settle() {
+  uint64_t beyond = 0;
+  give_others_a_moment();
+  {
+    const WithoutGil released;
     const uint64_t limit = mm_arena_budget(budget.arena);
     for (int i = 0; i < 1000; ++i) {
       const uint64_t now = mm_arena_resident(budget.arena);
@@ -348,77 +333,69 @@ PyObject* py_settle(PyObject*, PyObject*) {
       if (!beyond || !reclaim_callback(budget.pool, beyond, beyond, i)) break;
     }
     budget.pool->trim();
-    Py_END_ALLOW_THREADS;
-    mm_arena_reset_peak(budget.arena);  // the peak before the budget does not count
-    return PyLong_FromUnsignedLongLong(beyond);
-  });
+  }
+  mm_arena_reset_peak(budget.arena);  // the peak before the budget does not count
+  return beyond;
 }
 
-// set_errors(make_budget_error, recompute_error, torch.OutOfMemoryError)
-PyObject* py_set_errors(PyObject*, PyObject* args) {
-  PyObject *make, *wrong, *torchs;
-  if (!PyArg_ParseTuple(args, "OOO", &make, &wrong, &torchs)) return nullptr;
-  set_error_classes(make, wrong, torchs);
-  Py_RETURN_NONE;
+void py_set_errors(Callable make, ExceptionType wrong, ExceptionType torchs) {
+  set_error_classes(make.object, wrong.object, torchs.object);
 }
 
-PyObject* py_read_clock(PyObject*, PyObject* o) {
-  void* address = PyLong_AsVoidPtr(o);
-  if (PyErr_Occurred()) return nullptr;
-  read_clock(reinterpret_cast<uint64_t (*)()>(address));
-  Py_RETURN_NONE;
-}
+void py_read_clock(uint64_t address) { read_clock(reinterpret_cast<uint64_t (*)()>(address)); }
 
-// count_ticks(step): each look at the clock advances it by `step`, at any load of the machine. 0: the machine's clock.
-PyObject* py_count_ticks(PyObject*, PyObject* o) {
-  const unsigned long long step = PyLong_AsUnsignedLongLong(o);
-  if (PyErr_Occurred()) return nullptr;
-  count_ticks(step);
-  Py_RETURN_NONE;
-}
-
-PyObject* py_set_link(PyObject*, PyObject* args) {
-  double seconds, cpu = -1;
-  if (!PyArg_ParseTuple(args, "d|d", &seconds, &cpu)) return nullptr;
+void py_set_link(double seconds, double cpu) {
   set_link(seconds);
   if (cpu >= 0) set_link_cpu(cpu);
-  Py_RETURN_NONE;
 }
 
-PyObject* py_set_slice_bytes(PyObject*, PyObject* o) {
-  const uint64_t n = PyLong_AsUnsignedLongLong(o);
-  if (PyErr_Occurred()) return nullptr;
-  budget.options.slice_bytes = n;
-  Py_RETURN_NONE;
-}
+void py_set_slice_bytes(uint64_t bytes) { budget.options.slice_bytes = bytes; }
 
-PyObject* py_use_plugin(PyObject*, PyObject* o) {
-  const auto* table = static_cast<const mm_plugin*>(PyLong_AsVoidPtr(o));
-  if (PyErr_Occurred()) return nullptr;
-  return guarded([&]() -> PyObject* {
-    use_plugin(table);
-    Py_RETURN_NONE;
-  });
-}
+void py_use_plugin(uint64_t table) { use_plugin(reinterpret_cast<const mm_plugin*>(table)); }
 
-PyMethodDef methods[] = {
-    {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS,
-     "opens a budget"},
-    {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
-    {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
-    {"adopt_all", py_adopt_all, METH_O, "adopt_all(tensors) -> bytes"},
-    {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
-    {"set_errors", py_set_errors, METH_VARARGS,
-     "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
-    {"read_clock", py_read_clock, METH_O, "the clock is the function at this address (for tests)"},
-    {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
-    {"set_link", py_set_link, METH_VARARGS, "seconds a byte to the tier, one way; and of a CPU"},
-    {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},
-    {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
-    {nullptr, nullptr, 0, nullptr}};
+void bind_budget(Module& m) {
+  m.def<&py_open>("open",
+                  "*, limit, folder, disk_bytes, throttle, small_bytes, may_evict, may_offload, torture, verify, "
+                  "prefetch, order, search, remap, apart, device, driver, host_bytes",
+                  "Opens a budget.");
+  m.def<&py_close>("close", "", "Restores all cells, leaves ordinary tensors and closes the budget.");
+  m.def<&py_adopt>("adopt", "tensor", "The bytes of the tensor's cell, which is made if need be; 0: it has none.");
+  m.def<&py_adopt_all>(
+      "adopt_all", "tensors",
+      "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. The result "
+      "is their bytes.");
+  m.def<&py_settle>("settle", "", "Evicts cells beyond the limit. The result is the bytes that are still beyond it.");
+  m.def<&py_set_errors>("set_errors", "make, wrong, torchs",
+                        "`make` returns the exception for out of memory, of its text. `wrong` is the class for wrong "
+                        "bytes, `torchs` torch's for out of memory.");
+  m.def<&py_read_clock>("read_clock", "address", "The clock is the function at this address. For tests.");
+  m.def<&count_ticks>("count_ticks", "step",
+                      "Each look at the clock advances it by `step`; 0: the machine's clock. For tests.");
+  m.def<&py_set_link>("set_link", "seconds_per_byte, cpu_seconds_per_byte=-1.0",
+                      "The rates of the tier, one way, and of the processor time for it.");
+  m.def<&py_set_slice_bytes>("set_slice_bytes", "most", "The limit of a slice until the budget ends. For tests.");
+  m.def<&py_use_plugin>("use_plugin", "table", "The address of the table of CUDA's allocator.");
+}
 
 PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
+    PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+void bind_all(PyObject* module) {
+  PyTypeObject* pins = pin_class();
+  if (!pins || PyModule_AddType(module, pins) != 0) throw python_error();
+  Module m(module);
+  bind_budget(m);
+  bind_readers(m);
+  bind_plans(m);
+  bind_ranking(m);
+  bind_figures(m);
+  bind_births(m);
+  bind_gradients(m);
+  bind_introspection(m);
+  bind_pool(m);
+  bind_descriptions(m);
+  guard_new_hooks();
+}
 
 }  // namespace
 
@@ -427,13 +404,11 @@ PyModuleDef definition = {
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   PyObject* module = PyModule_Create(&definition);
-  if (module &&
-      (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
-       PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, birth_methods) < 0 ||
-       PyModule_AddFunctions(module, gradient_methods) < 0 || PyModule_AddFunctions(module, launch_methods) < 0 ||
-       PyModule_AddFunctions(module, object_methods) < 0 || PyModule_AddFunctions(module, observe_methods) < 0 ||
-       PyModule_AddFunctions(module, pool_methods) < 0))
-    Py_CLEAR(module);
-  if (module) guard_new_hooks();
+  const PyObject* bound = module ? guarded([&] {
+    bind_all(module);
+    return module;
+  })
+                                 : nullptr;
+  if (!bound) Py_CLEAR(module);
   return module;
 }

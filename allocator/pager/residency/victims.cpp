@@ -6,6 +6,7 @@
 
 #include "base/budget.h"
 #include "base/clock.h"
+#include "base/constants.h"
 #include "base/deferred_drop.h"
 #include "base/link.h"
 #include "base/lock.h"
@@ -70,7 +71,6 @@ double io_seconds(const Cell* c) {
   return each * static_cast<double>(c->nbytes);
 }
 
-constexpr double kPackSecondsPerByte = 1e-10;   // both ways (benchmarks/bits_speed.py)
 constexpr double kSumSecondsPerByte = 1.5e-10;  // on one processor; a device's bytes are copied for it
 
 // The lowest is evicted first (the names are those of memmgr.policies.rules.filters).

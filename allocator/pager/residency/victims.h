@@ -4,12 +4,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/constants.h"
 #include "cells/types.h"
 
 namespace memmgr::pager {
-
-// The eviction method to use where both are possible. Otherwise the possible one is used.
-enum class Way : uint8_t { kCheaper, kEvict, kOffload };
 
 bool may_be_dropped_locked(const Cell* c);
 // Returns true if the cell may be packed: its signature has had two values only so far, and packing takes less time

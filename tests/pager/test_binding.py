@@ -1,0 +1,80 @@
+"""The seam between Python and C++: the stub, the constants, and how the module's functions take their arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memmgr.common.constants import Order
+from memmgr.native import binding
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+import make_stub
+
+
+def test_stub_and_constants_are_those_of_the_module() -> None:
+    """`make stub` writes both."""
+    module = binding.load()
+    assert make_stub.STUB.read_text() == make_stub.stub(module)
+    assert make_stub.CONSTANTS.read_text() == make_stub.constants(module)
+
+
+def test_every_function_of_the_module_is_in_the_stub() -> None:
+    module: Any = binding.load()
+    functions = {name for name, thing in vars(module).items() if callable(thing) and not isinstance(thing, type)}
+    assert functions == {function["name"] for function in module._functions()}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda m: m.tier_inject(1), TypeError, r"tier_inject\(\) takes at most 0 positional arguments \(1 given\)"),
+        (lambda m: m.pin([], True), TypeError, r"pin\(\) takes at most 1 positional arguments \(2 given\)"),
+        (lambda m: m.pin([], writes=True), TypeError, r"pin\(\) got an unexpected keyword argument 'writes'"),
+        (lambda m: m.pin([], tensors=[]), TypeError, r"pin\(\) got multiple values for argument 'tensors'"),
+        (lambda m: m.escape(torch.ones(1)), TypeError, r"escape\(\) missing required argument 'why'"),
+        (lambda m: m.escape(torch.ones(1), 99), ValueError, "no Escape 99"),
+        (lambda m: m.set_purpose([], -1), ValueError, "no Purpose -1"),
+        (lambda m: m.set_purpose((), 0), TypeError, "a list is needed, not tuple"),
+        (lambda m: m.set_purpose([], "0"), TypeError, "'str' object cannot be interpreted as an integer"),
+        (lambda m: m.set_limit(-1), OverflowError, "negative"),
+        (lambda m: m.memory_map(1 << 32), OverflowError, "4294967296 is out of range"),
+        (lambda m: m.memory_map(0), ValueError, "1 to 4096 columns"),
+        (lambda m: m.add_pending(None, [], 1), TypeError, r"takes at most 2 positional arguments \(3 given\)"),
+        (lambda m: m.raise_in(0, KeyError, b"x"), TypeError, "bad argument type"),
+        (lambda m: m.set_ranking(b"1", b"1"), ValueError, "an int64 and a uint8 for each"),
+        (lambda m: m.set_ranking("1", b""), TypeError, "bytes is needed, not str"),
+    ],
+)
+def test_wrong_arguments_raise_errors_of_python(
+    call: Callable[[Any], object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        call(binding.load())
+
+
+def test_arguments_by_position_and_by_name_are_the_same() -> None:
+    module: Any = binding.load()
+    tensor = torch.ones(1)
+    assert module.take_away(tensor) == module.take_away(tensor, -1) == module.take_away(turn=-1, tensor=tensor) == 0
+    assert module.escape(why=Order.DTR, tensor=tensor) is False  # no budget is open
+    name = "".join(["tur", "n"])  # a key that is not interned
+    assert module.take_away(tensor, **{name: 1}) == 0
+
+
+def test_calls_keep_no_references() -> None:
+    module: Any = binding.load()
+    tensor, key = torch.ones(1), "x" * 40
+    before = sys.getrefcount(tensor), sys.getrefcount(key)
+    for _ in range(100):
+        module.take_away(tensor=tensor, turn=2)
+        module.describe(tensor)
+        module.beat(None, key=key)
+        with pytest.raises(TypeError):
+            module.take_away(tensor, tensor=tensor)
+    assert (sys.getrefcount(tensor), sys.getrefcount(key)) == before
