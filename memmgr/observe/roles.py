@@ -101,6 +101,10 @@ class Purposes:
         # One look for both: the garbage collector hands out all that it knows, half a million objects in some processes.
         self.know(self._native.objects_of(OWNERS))
 
+    def owners(self) -> list[Any]:
+        """The models and optimizers that are known."""
+        return [owner for owner in (ref() for ref in self._owners) if owner is not None]
+
     def look_for_new(self) -> None:
         """Finds them where more has come to stay since than they explain: a loop that opens a budget for every batch does not
         pay for a look at each end, too."""

@@ -119,6 +119,10 @@ class PagerFigures:
         """Finds the owners of tensors, at a reader's request."""
         self._purposes.look()
 
+    def owners(self) -> list[Any]:
+        """The models and optimizers that are known."""
+        return self._purposes.owners()
+
     def hello(self) -> dict[str, Any]:
         """The facts that do not change during the run."""
         asked = self._asked

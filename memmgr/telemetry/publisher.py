@@ -25,7 +25,6 @@ from memmgr.common.threads import Rationed, join
 from memmgr.observe.holdings import Explanation
 from memmgr.observe.qualified_names import Named, by_storage
 from memmgr.observe.ranks import where_in_job
-from memmgr.observe.roles import OWNERS
 from memmgr.observe.source_lines import KnownLines
 
 from . import stream
@@ -63,6 +62,9 @@ class About(Protocol):
 
     def look(self) -> None:
         """Finds the owners of tensors, for the next samples."""
+
+    def owners(self) -> list[Any]:
+        """The models and optimizers that are known."""
 
     def explain(self) -> Explanation:
         """The holders of memory."""
@@ -424,7 +426,7 @@ class Telemetry:
         }
 
     def _find_names(self) -> None:
-        self._named = by_storage(self._native, self._native.objects_of(OWNERS))
+        self._named = by_storage(self._native, self._about.owners())
 
     def _name_of(self, storage: int, place: int) -> str | None:
         """A gradient's storage may have been another tensor's since its name was found: the pager knows where it was made."""

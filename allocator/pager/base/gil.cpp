@@ -5,7 +5,7 @@ namespace memmgr::pager {
 WithoutGil::WithoutGil() {
   if (Py_IsInitialized() && PyGILState_Check()) saved_ = PyEval_SaveThread();
 }
-WithoutGil::~WithoutGil() {
+WithoutGil::~WithoutGil() noexcept(false) {
   if (saved_) PyEval_RestoreThread(saved_);
 }
 

@@ -9,7 +9,7 @@ namespace memmgr::pager {
 class WithoutGil {
  public:
   WithoutGil();
-  ~WithoutGil();
+  ~WithoutGil() noexcept(false);  // a thread that asks for the GIL of an interpreter that ends is unwound from there
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
