@@ -28,7 +28,7 @@ class pin:
         BudgetError: they do not fit.
 
     Known limitations: outside of a budget it does nothing, and it does not reach into a budget that opens later.
-    Tensors below 64 KiB are never evicted anyway.
+    Tensors below 64 KiB are evicted only where very many of them fill the budget.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:

@@ -65,7 +65,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "fragmentation", "gauge", "1 - longest run / free bytes, of the addresses that are used without remap; 0 to 1"
     ),
-    # By role. Tensors under 64 KiB are never evicted, and are other.
+    # By role. Tensors under 64 KiB are other.
     Figure("resident_bytes.parameters", "gauge", "parameters: on the device now", "pager"),
     Figure("resident_bytes.gradients", "gauge", "gradients: on the device now", "pager"),
     Figure("resident_bytes.optimizer_states", "gauge", "optimizer states: on the device now", "pager"),
