@@ -24,8 +24,8 @@ PLACE = ROOT / "build" / "demo"
 PYTHON = PLACE / "venv" / "bin" / "python"
 TORCH = os.environ.get("TORCH") or "torch==2.13.0"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-ESTIMATES = {"installing": 0.2, "compiling": 1.5, "training": 6.0}
-"""Minutes of the processor, measured on two cores that other work used, with the packages on the local disk."""
+ESTIMATES = {"installing": 0.2, "compiling": 1.5, "training": 3.0}
+"""Minutes of the processor, measured on two cores of an AMD EPYC, with the packages on the local disk."""
 SAY_SECONDS = 5.0
 
 _began = time.monotonic()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 import memmgr
+from memmgr.native import binding as native
 from memmgr.observe.holdings import Explanation
 from memmgr.observe.leaks import PASSES, Leaks
 
@@ -236,3 +239,18 @@ def test_explain_without_a_budget_is_an_error() -> None:
         memmgr.explain()
     assert inspect.signature(memmgr.explain).parameters["top"].default == 10
     assert "memmgr.api.budget" in sys.modules
+
+
+def test_nothing_of_a_program_is_left_after_its_budget() -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile("def work():\n    return torch.ones(4096) * 2", "program.py", "exec"), names)
+    code = weakref.ref(names["work"].__code__)
+    with memmgr.budget("64MB", quiet=True, lines=True):
+        kept = names["work"]()
+        kept.requires_grad_().sum().backward()
+        assert any(str(line) == "program.py:2" for holder in memmgr.explain().now for line in holder.lines)
+        assert native.load().living_at_peak()
+    names.clear()
+    gc.collect()
+    assert code() is None
+    assert not native.load().living_at_peak()

@@ -15,14 +15,7 @@ namespace memmgr::pager {
   ;
 #define NUMBER(type, name, python, value) constexpr type name = value;
 #define KEY(name, python, key) constexpr c10::DispatchKey name = c10::DispatchKey::key;
-#define SHARED(python, constant)
 #include "base/constants.def"
-#undef ENUM
-#undef VALUE
-#undef END
-#undef NUMBER
-#undef KEY
-#undef SHARED
 
 // The words of an enum, by value.
 template <class E>
@@ -39,16 +32,7 @@ struct Words;
   ;         \
   }         \
   ;
-#define NUMBER(type, name, python, value)
-#define KEY(name, python, key)
-#define SHARED(python, constant)
 #include "base/constants.def"
-#undef ENUM
-#undef VALUE
-#undef END
-#undef NUMBER
-#undef KEY
-#undef SHARED
 
 template <class E>
 constexpr size_t kValues = sizeof(Words<E>::all) / sizeof(const char*);

@@ -29,7 +29,7 @@ KnownCodes& known_codes() {
   return *k;
 }
 
-void forget_codes(KnownCodes& k) {
+void release_codes(KnownCodes& k) {
   for (const auto& code : k.skips) Py_DECREF(code.first);
   k.skips.clear();
   k.numbers.clear();
@@ -44,7 +44,7 @@ std::string utf8_of(PyObject* o) {
 bool is_skipped(KnownCodes& k, PyCodeObject* code) {
   const auto found = k.skips.find(code);
   if (found != k.skips.end()) return found->second;
-  if (k.skips.size() >= kMostCodes) forget_codes(k);
+  if (k.skips.size() >= kMostCodes) release_codes(k);
   const std::string file = utf8_of(code->co_filename);
   bool skipped = file.empty() || file.rfind("<frozen", 0) == 0 || file == "<string>";
   for (const std::string& folder : k.skipped) skipped |= file.rfind(folder, 0) == 0;
@@ -95,10 +95,12 @@ uint32_t line_of_caller() {
 
 const std::vector<SourceLine>& source_lines() { return known_codes().lines; }
 
+void forget_codes() { release_codes(known_codes()); }
+
 void skip_folders(std::vector<std::string> folders) {
   KnownCodes& k = known_codes();
   if (k.skipped == folders) return;
-  forget_codes(k);
+  release_codes(k);
   k.skipped = std::move(folders);
 }
 

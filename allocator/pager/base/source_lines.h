@@ -23,5 +23,6 @@ struct SourceLine {
 // These functions need the GIL.
 const std::vector<SourceLine>& source_lines();  // by number; the first one stands for a line that is not known
 void skip_folders(std::vector<std::string> folders);
+void forget_codes();  // releases the code objects; the lines stay known
 
 }  // namespace memmgr::pager

@@ -15,7 +15,7 @@ std::atomic<uint32_t> passes_ended{0};
 
 namespace {
 
-constexpr size_t kMostEvents = 1 << 20;
+constexpr size_t kMostEvents = 1 << 16;  // of a pass: 4 MB
 
 struct LoggedBirth {
   Born born;
@@ -79,6 +79,11 @@ void log_births(bool on) {
   if (l.on == on) return;
   l.on = on;
   begin_log_locked(l);
+}
+
+void forget_births() {
+  const Hold lock(graph_lock());
+  births() = {};
 }
 
 void end_pass_of_births() {

@@ -32,6 +32,7 @@ inline void note_event_of_locked(Event what, const Cell* c, uint64_t bytes, uint
 // While it is on, births and ends of large cells are logged. The log of a pass is whole once the pass has ended.
 void log_births(bool on);
 void end_pass_of_births();
+void forget_births();  // a budget has ended
 
 struct Born {
   uint64_t serial, bytes;

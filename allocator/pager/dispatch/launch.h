@@ -8,8 +8,8 @@
 
 namespace memmgr::pager {
 
-// Makes the launches of a compiled graph's kernel ops from now on. `args` has a letter for each argument (ARGUMENT_...
-// of base/constants.def). False: the function is not from Inductor's binding.
+// Makes the launches of a compiled graph's kernel ops from now on. `args`: a letter for each argument, ARGUMENT_... in
+// base/constants.def. False: the function is not from Inductor's binding.
 bool page_kernel(PyObject* function, const std::string& key, const std::string& name, const std::string& args);
 // Makes all kernels run as they did before.
 void unpage_kernels();

@@ -58,7 +58,7 @@ OldStorages::OldStorages(const OpInfo* info, const c10::IValue* args, size_t n) 
   for (size_t i = 0; i < n; ++i) each_tensor(args[i], [&](c10::TensorImpl* t) { each_storage(t, add); }, add);
 }
 
-bool OldStorages::are_without(const c10::StorageImpl* s) const {
+bool OldStorages::is_new(const c10::StorageImpl* s) const {
   return known_ && std::find(all_.begin(), all_.end(), s) == all_.end();
 }
 
@@ -66,7 +66,7 @@ bool newly_large(const c10::StorageImpl* s, const OldStorages& old) {
   // A mapped storage was an argument that found no room.
   if (!s || cell_of(s) || s->sym_nbytes().is_heap_allocated() || !adoptable(s) || is_mapped(s)) return false;
   return s->nbytes() >= budget.options.small_bytes ||
-         (s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) && old.are_without(s));
+         (s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) && old.is_new(s));
 }
 
 bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {

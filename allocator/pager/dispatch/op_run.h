@@ -26,7 +26,7 @@ namespace memmgr::pager {
 void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack);
 // Collects the storages of the outputs on top of the stack, in order. Null: an output has none.
 void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<c10::StorageImpl*, 4>* storages);
-// The small storages that a call was given. Where results get cells below the usual size (pools/small_blocks.h), these
+// The storages that a call was given. Where results get cells below the usual size (pools/small_blocks.h), these
 // do not.
 class OldStorages {
  public:
@@ -34,7 +34,7 @@ class OldStorages {
   OldStorages(const OpInfo* info, const c10::IValue* args, size_t n);
   explicit OldStorages(std::vector<const c10::StorageImpl*> all) : known_(true), all_(std::move(all)) {}
   // Returns true if the call has made the storage.
-  bool are_without(const c10::StorageImpl* s) const;
+  bool is_new(const c10::StorageImpl* s) const;
 
  private:
   bool known_ = false;

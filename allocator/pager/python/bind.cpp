@@ -167,16 +167,7 @@ Texts enums() {
 #define END \
   }         \
   ,
-#define NUMBER(type, name, python, value)
-#define KEY(name, python, key)
-#define SHARED(python, constant)
 #include "base/constants.def"
-#undef ENUM
-#undef VALUE
-#undef END
-#undef NUMBER
-#undef KEY
-#undef SHARED
   };
 }
 
@@ -189,9 +180,6 @@ PyObject* number(T value) {
 // The numbers by their names.
 Keywords numbers() {
   THPObjectPtr dict(checked(PyDict_New()));
-#define ENUM(name, type, meaning)
-#define VALUE(name, word)
-#define END
 #define NUMBER(type, name, python, value) \
   if (!set_item(dict.get(), #python, number<type>(name))) throw python_error();
 #define KEY(name, python, key) \
@@ -199,12 +187,6 @@ Keywords numbers() {
 #define SHARED(python, constant) \
   if (!set_item(dict.get(), #python, number<int>(constant))) throw python_error();
 #include "base/constants.def"
-#undef ENUM
-#undef VALUE
-#undef END
-#undef NUMBER
-#undef KEY
-#undef SHARED
   Keywords all;
   all.object = dict.release();
   return all;

@@ -135,6 +135,9 @@ void py_take_lines(Lines lines, bool log, TextTuple folders) {
   skip_folders(std::move(names));
   log_births(log);
   lines_taken.store(lines);
+  if (lines != Lines::kOfNone) return;
+  forget_births();
+  forget_codes();
 }
 
 std::vector<RecordedLine> py_source_lines() {
