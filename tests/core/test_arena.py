@@ -57,6 +57,8 @@ class Model:
         assert stats.requested_bytes == sum(size for size, _ in self.live.values())
         assert stats.live_bytes + stats.outside_bytes <= self.budget or self.outside > 0
         assert self.arena.library.mm_arena_resident(self.arena.handle) == self.live_bytes + self.outside
+        small = [aligned(size) for size, _ in self.live.values() if 4096 <= aligned(size) < 65536]
+        assert self.arena.library.mm_arena_small_bytes(self.arena.handle) == sum(small)
         pieces = self.arena.walk()
         assert sum(size for _, size, _ in pieces) == range_bytes
         end = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,3 +43,26 @@ def test_a_wrong_order_ends_the_process_with_both_names(program: Path, case: str
 
 def test_the_table_in_the_docs_is_of_today() -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "lock_table.py", "--check"], check=True)
+
+
+COLLECTIVES = """
+import torch, torch.distributed as dist, memmgr
+from memmgr.native import binding
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with memmgr.budget("64MB", quiet=True):
+    binding.load().set_graph_checks(0.0)  # ranks are checked from here on
+    for _ in range(20):
+        y = torch.ones(40_000) * 2
+        dist.all_reduce(y, async_op=True)
+        del y
+        torch.ones(40_000) + 1
+print("done")
+"""
+
+
+def test_a_collective_that_has_the_last_tensor_ends_outside_of_its_lock() -> None:
+    """The end of the tensor takes the graph's lock, which comes before the lock of works."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = forkserver.run([sys.executable, "-c", COLLECTIVES], capture_output=True, text=True, env=env, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
