@@ -366,14 +366,24 @@ class Pager:
     def end_capture(self) -> None:
         """Its capture has ended."""
 
-    def page_kernel(self, function: Any, *, key: str, name: str, args: str) -> bool:
+    def page_kernel(self, function: Any, *, key: str, name: str, args: str, repeats: bool) -> bool:
         """Makes the launches of a compiled graph's kernel ops.
 
-        `args` has a letter for each argument (ARGUMENT_READ, ...). False: the function is not from Inductor's binding.
+        `args` has a letter for each argument (ARGUMENT_READ, ...). `repeats`: the same arguments make the same bytes,
+        and its numbers are integers. False: the function is not from Inductor's binding.
+        """
+
+    def page_buffers(self, function: Any, /) -> bool:
+        """Makes the buffers that compiled graphs allocate by this function cells.
+
+        False: it is no function of C with positional arguments.
         """
 
     def unpage_kernels(self) -> None:
-        """All kernels run as they did before."""
+        """All kernels run, and buffers are allocated, as they were before."""
+
+    def call_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a compiled graph that is the forward of a training."""
 
     def objects_of(self, types: tuple[type, ...], libraries: list[str] | None = None) -> list[Any]:
         """The objects of these types that the garbage collector tracks, and the functions that pybind11 has bound in these libraries..

@@ -2,8 +2,8 @@
 
 Inductor writes a Python module for each graph. Its function `call` allocates buffers without an op, launches kernels and
 calls ops. A kernel is a C++ function with one argument for each tensor and number: it asks for the tensors' addresses and
-reads and writes them until it returns. The pager takes the place of that function, so a launch is an op. The ops are seen
-as they are.
+reads and writes them until it returns. The pager takes the place of that function, so a launch is an op. It takes the place
+of the function that allocates buffers, too, so that it knows which of them are new. The ops are seen as they are.
 
 A graph is paged if its module has no other code than this. Otherwise its inputs stay in memory until it returns.
 """
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import threading
 import warnings
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,13 +26,29 @@ if TYPE_CHECKING:
     from memmgr.native._pager import Pager
 
 
-_NUMBERS = frozenset(("int64_t", "long", "float", "double"))
+_INTEGERS = frozenset(("int64_t", "long"))
+_NUMBERS = _INTEGERS | {"float", "double"}
 # How a kernel takes its arguments (`CppPythonBindingsCodeCache.suffix_template`). A release that has another way is not
 # paged before somebody has looked at it.
 _BINDING = (
     "static_cast<T>(_torchinductor_pyobject_tensor_data_ptr(PyTuple_GET_ITEM(args, n)))",
     '{{"{entry_func}", {entry_func}_py, METH_VARARGS, ""}}',
 )
+# The arguments of kernels that Inductor's loops are written in. Templates (matrix products) have others.
+_ARGUMENT = re.compile(r"(?:in_out_ptr|in_ptr|out_ptr|ks)\d+")
+_STORE = re.compile(r"\b(?:in_)?out_ptr\d+\s*[\[+]")
+
+
+class Kernel(NamedTuple):
+    """A kernel of a module of Inductor's.
+
+    Attributes:
+        args: a letter for each argument (ARGUMENT_READ, ...).
+        repeats: the same bytes and integers make the same bytes again.
+    """
+
+    args: str
+    repeats: bool
 
 
 class PagedGraphs:
@@ -47,7 +64,7 @@ class PagedGraphs:
         # By the id of the code of `call`: two of them may be equal and call other kernels.
         self._known: dict[int, tuple[CodeType | None, str]] = {}  # with the reason, if it is not paged
         self._lock = threading.Lock()
-        self._told = False  # one warning a budget
+        self._warned = False  # one warning a budget
 
     def paged(self, graph: Any) -> bool:
         """Returns whether each launch and op of this graph pages its own tensors. At its first call in the budget its
@@ -62,6 +79,15 @@ class PagedGraphs:
         """Why the graph, which has run, is not paged."""
         call = getattr(graph, "current_callable", None)
         return self._known.get(id(getattr(getattr(call, "__func__", call), "__code__", None)), (None, ""))[1]
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `function` for a graph that is paged, the first of `args`. In the forward of a training the pager records
+        how results are made, although gradient mode is off.
+        """
+        facts = getattr(args[0], "fx_kwargs", {})
+        if facts.get("is_inference", True) or facts.get("is_backward", True):
+            return function(*args, **kwargs)
+        return self._pager.call_forward(function, args, kwargs)
 
     def remove(self) -> None:
         """Kernels run as they were."""
@@ -81,8 +107,8 @@ class PagedGraphs:
             except Exception as error:  # code as no release that we know writes it
                 why = f"{type(error).__name__}: {error}"
             self._known[id(code)] = code, why
-            told, self._told = self._told, self._told or bool(why)
-        if why and not told:
+            warned, self._warned = self._warned, self._warned or bool(why)
+        if why and not warned:
             warnings.warn(
                 f"memmgr: a compiled graph is not paged, so its inputs stay in memory until it returns: {why}",
                 RuntimeWarning,
@@ -90,11 +116,13 @@ class PagedGraphs:
             )
         return why
 
-    def _page(self, kernels: dict[str, str], call: Any) -> None:
-        for name, args in kernels.items():
+    def _page(self, kernels: dict[str, Kernel], call: Any) -> None:
+        if not self._pager.page_buffers(call.__globals__.get("empty_strided_cpu")):
+            raise _NotPagedError("it allocates its buffers in another way")
+        for name, kernel in kernels.items():
             function = call.__globals__.get(name)
-            library = getattr(getattr(function, "__self__", None), "__name__", "")  # a hash of the kernel's source
-            if not self._pager.page_kernel(function, key=library, name=f"inductor::{name}", args=args):
+            key = getattr(getattr(function, "__self__", None), "__name__", "")  # a hash of the kernel's source
+            if not self._pager.page_kernel(function, key=key, name=f"inductor::{name}", **kernel._asdict()):
                 raise _NotPagedError(f"{name} is bound in another way")
 
 
@@ -102,7 +130,7 @@ class _NotPagedError(Exception):
     """The reason why a graph is not paged."""
 
 
-def _kernels(graph: Any, call: Any, code: CodeType | None) -> dict[str, str]:
+def _kernels(graph: Any, call: Any, code: CodeType | None) -> dict[str, Kernel]:
     """The kernels of a graph; raises _NotPagedError if it cannot be paged."""
     from torch._inductor import codecache
 
@@ -116,21 +144,20 @@ def _kernels(graph: Any, call: Any, code: CodeType | None) -> dict[str, str]:
     return kernels
 
 
-def kernels_in(source: str) -> dict[str, str]:
-    """The kernels that a module of Inductor's loads, by their names in it, each with a letter for each argument
-    (`Pager.page_kernel`).
+def kernels_in(source: str) -> dict[str, Kernel]:
+    """The kernels that a module of Inductor's loads, by their names in it.
 
     Raises:
         _NotPagedError: it has other code as well.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Kernel] = {}
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign | ast.Expr):
             _read(statement, found)
     return found
 
 
-def _read(statement: ast.Assign | ast.Expr, found: dict[str, str]) -> None:
+def _read(statement: ast.Assign | ast.Expr, found: dict[str, Kernel]) -> None:
     """Adds the kernel that the statement loads, if it loads one."""
     for node in ast.walk(statement):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -140,7 +167,9 @@ def _read(statement: ast.Assign | ast.Expr, found: dict[str, str]) -> None:
         if function == "cpp_pybinding" and isinstance(statement, ast.Assign):
             target, types = statement.targets[0], ast.literal_eval(node.args[0])
             if isinstance(target, ast.Name) and isinstance(types, list):
-                found[target.id] = "".join(map(_letter, types))
+                text = node.args[1] if len(node.args) > 1 else None
+                source = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+                found[target.id] = Kernel("".join(map(_letter, types)), _repeats(types, source))
                 continue
         if function.startswith("load") or (asynchronous and function != "wait"):
             raise _NotPagedError(f"it has code made by {function}()")
@@ -154,3 +183,30 @@ def _letter(argument_type: str) -> str:
     if kind in _NUMBERS:
         return ARGUMENT_NUMBER
     raise _NotPagedError(f"a kernel has an argument of type {argument_type}")
+
+
+def _repeats(types: list[str], source: str) -> bool:
+    """Whether a kernel with this source writes the same bytes whenever its arguments have the same bytes. False where that
+    is not known.
+
+    A kernel that adds atomically, or stores at an index that it has computed from data, writes in the order of its threads.
+    A floating-point argument is passed in another register, which a replay does not fill.
+    """
+    parameters = re.search(r'extern "C"\s+void\s+kernel\(([^)]*)\)', source)
+    if not parameters or "atomic_add" in source:
+        return False
+    names = [parameter.split()[-1].lstrip("*") for parameter in parameters[1].split(",") if parameter.strip()]
+    if len(names) != len(types) or not all(map(_ARGUMENT.fullmatch, names)):
+        return False
+    if any(not kind.endswith("*") and kind.removeprefix("const ").strip() not in _INTEGERS for kind in types):
+        return False
+    return not any("tmp" in _up_to_its_end(source, found.end()) for found in _STORE.finditer(source))
+
+
+def _up_to_its_end(source: str, begin: int) -> str:
+    """The text from `begin` to the end of the brackets that it is in."""
+    depth, at = 1, begin
+    while depth and at < len(source):
+        depth += (source[at] in "([") - (source[at] in ")]")
+        at += 1
+    return source[begin:at]

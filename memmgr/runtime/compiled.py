@@ -87,7 +87,7 @@ class CompiledGraphs:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._graphs.paged(args[0]):
-                return original(*args, **kwargs)
+                return self._graphs.call(original, args, kwargs)
             self._local.depth = getattr(self._local, "depth", 0) + 1
             try:
                 self._refusal()

@@ -108,6 +108,8 @@ struct Cell {
   bool small = false;     // counted and never paged: a recipe names it, or a reader has written to it
   bool kept = false;      // an orphan that recipes keep by value
   bool given_up = false;  // a budget that has ended could not restore it, and has reported that
+  // A compiled graph has allocated it without an op. Its first version is uninitialized, and no foreign code has it.
+  bool blank = false;
   Purpose purpose = Purpose::kOther;
   uint64_t moved_bytes = 0;  // over the link, both ways; kept here because the purpose may be set later
   int32_t queued_at = -1;    // place among the victims (victims.cpp); -1: not queued
@@ -152,12 +154,13 @@ enum class Role : uint8_t {
   kFresh,    // the op writes to all of it without reading
   kValue,    // a number: its bytes are in the recipe
   kShape,    // only its geometry is read
+  kAlias,    // of a compiled kernel: a view of the storage of an argument that is written, the one at `element`
 };
 
 struct TensorArg {
   TensorArg() {}  // otherwise emplace_back() would fill it with zeros first
   uint16_t argument = 0;
-  int32_t element = -1;  // in a list
+  int32_t element = -1;  // in a list; kAlias: the index in Recipe::tensors
   Role role = Role::kRead;
   Version* version = nullptr;  // counted; null for kFresh and kValue
   uint64_t storage_bytes = 0;

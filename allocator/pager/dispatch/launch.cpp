@@ -2,9 +2,14 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "base/budget.h"
 #include "base/clock.h"
@@ -12,14 +17,17 @@
 #include "base/errors.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
+#include "base/lock.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
+#include "cells/adoption.h"
 #include "cells/cell.h"
 #include "concurrency/admission.h"
 #include "concurrency/deferred_steps.h"
 #include "dispatch/kernel.h"
 #include "dispatch/op_need.h"
+#include "dispatch/recording.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
 #include "guards/extension_ops.h"
@@ -27,7 +35,11 @@
 #include "ops/op_info.h"
 #include "plan/op_in_timeline.h"
 #include "plan/timeline.h"
+#include "pools/capturing.h"
+#include "pools/pool.h"
 #include "pools/scratch.h"
+#include "pools/small_blocks.h"
+#include "recipes/launch_recipe.h"
 #include "residency/floor.h"
 
 namespace memmgr::pager {
@@ -47,6 +59,12 @@ std::unordered_map<PyMethodDef*, Kernel>& kernels() {
   return *k;
 }
 
+// Replays of other launches run without the GIL.
+PyObject* run_kernel(const Kernel& kernel, PyObject* self, PyObject* args) {
+  const Hold lock(lock_of(LockId::kLaunches));
+  return kernel.original(self, args);
+}
+
 template <class F>
 void for_each_tensor(const Kernel& kernel, PyObject* args, const F& visit) {
   const size_t n = std::min(kernel.args.size(), static_cast<size_t>(PyTuple_GET_SIZE(args)));
@@ -62,8 +80,104 @@ void touch(const Kernel& kernel, PyObject* args, Frame* frame) {
   for_each_tensor(kernel, args, [&](c10::TensorImpl* t, bool written) { frame->tensor(t, written); });
 }
 
+// The recipe of a launch. Only launches in the compiled forward of a training have one.
+class LaunchRecording {
+ public:
+  LaunchRecording(const Kernel& kernel, bool outermost)
+      : kernel_(kernel),
+        on_(tl_compiled_forward && outermost && kernel.info->function.load(std::memory_order_relaxed) && !tl_foreign &&
+            !budget.forked && !captures.load()) {}
+
+  // Called before the tensors are touched. The bytes that the kernel writes over belong to versions.
+  void adopt_written(PyObject* args) {
+    if (C10_LIKELY(!on_)) return;
+    for_each_tensor(kernel_, args, [](c10::TensorImpl* t, bool written) {
+      if (!written || !t->has_storage()) return;
+      c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
+      if (!cell_of(s) && s->nbytes() < budget.options.small_bytes && adoptable(s)) adopt(s);
+    });
+  }
+
+  // The cells are pinned, and nothing is written yet.
+  void begin(PyObject* args, const Frame& frame) {
+    if (C10_LIKELY(!on_) || frame.bytes() == 0) return;
+    c10::SmallVector<KernelArgument, 12> arguments;
+    const auto n = static_cast<size_t>(PyTuple_GET_SIZE(args));
+    if (n != kernel_.args.size()) return;  // the kernel raises an error
+    for (size_t i = 0; i < n; ++i) {
+      PyObject* o = PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i));
+      KernelArgument& a = arguments.emplace_back();
+      a.written = kernel_.args[i] == kArgumentWritten;
+      if (kernel_.args[i] == kArgumentNumber) {
+        a.number = PyLong_CheckExact(o) ? PyLong_AsLongLong(o) : 0;
+        if (!PyLong_CheckExact(o) || (a.number == -1 && PyErr_Occurred())) return PyErr_Clear();
+      } else if (THPVariable_Check(o) && THPVariable_Unpack(o).has_storage()) {
+        a.tensor = THPVariable_Unpack(o).unsafeGetTensorImpl();
+      } else {
+        return;
+      }
+    }
+    recording_.begin(describe_launch(kernel_.info, arguments));
+    if (!recording_.recipe()) return;
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (arguments[i].written) note_written(arguments[i].tensor->unsafe_storage().unsafeGetStorageImpl());
+    if (C10_UNLIKELY(recording_.is_new())) recording_.copy_written();
+  }
+
+  void give_up() {
+    recording_.give_up();
+    written_.clear();
+  }
+
+  // Called before the launch. A kernel of this signature leaves bytes of a new buffer unwritten: they are zeros.
+  void clear_gaps() {
+    if (C10_LIKELY(!recording_.recipe() || !recording_.recipe()->kind->clears.load(std::memory_order_relaxed))) return;
+    size_t at = 0;
+    for (const TensorArg& a : recording_.recipe()->tensors) {
+      if (a.role == Role::kFresh) std::memset(pointer_of(written_[at]).get(), 0, a.storage_bytes);
+      at += a.role == Role::kFresh || a.role == Role::kWritten;
+    }
+  }
+
+  // Called after the launch. The caller still has the pins.
+  void end(double seconds) {
+    if (C10_LIKELY(!recording_.recipe())) return;
+    c10::SmallVector<Version*, 8> versions;
+    c10::SmallVector<c10::StorageImpl*, 8> made;
+    bool any = false;
+    uint64_t bytes = 0;
+    {
+      const Hold lock(graph_lock());
+      for (c10::StorageImpl* s : written_) {
+        const Cell* c = cell_of(s);
+        const bool large = c && !c->small;  // a small one stays in memory
+        versions.push_back(large ? c->version : nullptr);
+        made.push_back(large ? s : nullptr);
+        any |= large;
+        bytes += s->nbytes();
+      }
+    }
+    if (!any) return recording_.give_up();
+    recording_.note_run(seconds);
+    recording_.check(made, bytes);
+    recording_.attach_if_trusted(versions);
+  }
+
+ private:
+  // In the order of the recipe's tensors that are written.
+  void note_written(c10::StorageImpl* s) {
+    if (std::find(written_.begin(), written_.end(), s) == written_.end() && s->nbytes() > 0) written_.push_back(s);
+  }
+
+  const Kernel& kernel_;
+  const bool on_;
+  Recording recording_;
+  c10::SmallVector<c10::StorageImpl*, 8> written_;
+};
+
 // Restores and pins the kernel's tensors, and gives the written ones a new version.
-void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame, std::optional<Admitted>* admitted) {
+void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame, std::optional<Admitted>* admitted,
+             LaunchRecording* recording) {
   bool alone = false;
   for (int pauses = 0;;) {
     const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
@@ -73,9 +187,11 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
       for (const Touched& t : frame->cells())
         if (C10_UNLIKELY(!t.cell->resident()) && !released) released.emplace();
       frame->pin_all();
+      recording->begin(args, *frame);
       frame->begin_writes();
       return;
     } catch (const c10::OutOfMemoryError&) {
+      recording->give_up();
       const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
       if (last || !outermost) throw;
       alone = true;
@@ -93,21 +209,25 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame;
   frame.may_wait(depth.outermost());
+  LaunchRecording recording(kernel, depth.outermost());
+  recording.adopt_written(args);
   touch(kernel, args, &frame);
   if (works_in_flight()) poll_works();
-  if (frame.empty() && !frame.writes()) return kernel.original(self, args);
+  if (frame.empty() && !frame.writes()) return run_kernel(kernel, self, args);
   if (C10_UNLIKELY(moment != nullptr) && !frame.empty()) moment->begins(kernel.info, frame);
-  prepare(kernel, args, depth.outermost(), &frame, &admitted);
+  prepare(kernel, args, depth.outermost(), &frame, &admitted, &recording);
+  recording.clear_gaps();
   const uint64_t& waited = waited_ns();
   const uint64_t stalled = waited, begun = ticks();
   if (depth.outermost()) taking().begin_scratch();
-  PyObject* result = kernel.original(self, args);
+  PyObject* result = run_kernel(kernel, self, args);
   double seconds = seconds_of_ticks(ticks() - begun);
   if (const uint64_t stall = waited - stalled) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
   if (depth.outermost() && frame.bytes() > 0)
     note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
   frame.end_newborns();
   if (!result) return nullptr;
+  recording.end(seconds);
   if (C10_UNLIKELY(moment != nullptr)) moment->ended(kernel.info, nullptr, 0, seconds, 0);
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
@@ -136,7 +256,7 @@ PyObject* launch(PyObject* self, PyObject* args) {
   // In a region the kernel's tensors are pinned already.
   if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0)) {
     inside.reset();
-    return kernel.original(self, args);
+    return run_kernel(kernel, self, args);
   }
   inside->count_op();
   return guarded([&] {
@@ -160,13 +280,96 @@ PyMethodDef* table_of(PyObject* function) {
   return module && module->m_methods == def && def->ml_flags == METH_VARARGS ? def : nullptr;
 }
 
+// The function that allocates a compiled graph's buffers on the CPU, without an op. Guarded by the GIL.
+struct Buffers {
+  PyMethodDef* def = nullptr;  // null: it was never replaced
+  PyCFunction original = nullptr;
+};
+Buffers& buffers() {
+  static Buffers b;
+  return b;
+}
+
+bool found_no_room() {
+  static PyObject* const error = [] {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject* torch = PyImport_ImportModule("torch");
+    PyObject* found = torch ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
+    Py_XDECREF(torch);
+    PyErr_Restore(type, value, trace);
+    return found;
+  }();
+  return error && PyErr_Occurred() && PyErr_ExceptionMatches(error);
+}
+
+// Allocates a buffer. Waits for other threads whose buffers or ops take the room.
+PyObject* allocate_or_wait(PyObject* self, PyObject* args) {
+  for (int pauses = 0;; ++pauses) {
+    const bool others = others_have_newborns() || others_are_running(false);
+    PyObject* made = buffers().original(self, args);
+    if (C10_LIKELY(made) || !found_no_room() || tl_depth > 0 || pauses == kMostPauses) return made;
+    if (!others && !others_have_newborns()) return nullptr;
+    PyErr_Clear();
+    counters.retries++;
+    const WithoutGil released;
+    wait_for_others(kPauseSeconds);
+  }
+}
+
+// A large buffer is a cell from its beginning, pinned until a launch or an op has touched it. So is a small one in the
+// forward of a training: a recipe may then write to it without its old bytes.
+void begin_buffer(c10::StorageImpl* s) {
+  const bool large = s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed);
+  if (!(large || tl_compiled_forward) || cell_of(s) || !adoptable(s)) return;
+  const Hold lock(graph_lock());
+  Cell* c = adopt_locked(s, 0, ticks(), large);
+  if (!c) return;
+  c->blank = true;
+  if (c->small)
+    c->version->uninitialized = true;
+  else
+    begin_newborn_locked(c);
+}
+
+// Replaces the function that allocates buffers while a budget is open.
+PyObject* allocate(PyObject* self, PyObject* args) {
+  std::optional<InKernel> inside;
+  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  // The buffers of a region are pinned as a whole, and C++ may write to them unseen.
+  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0 || tl_foreign)) {
+    inside.reset();
+    return buffers().original(self, args);
+  }
+  return guarded([&]() -> PyObject* {
+    PyObject* made = allocate_or_wait(self, args);
+    if (made && THPVariable_Check(made) && THPVariable_Unpack(made).has_storage())
+      begin_buffer(THPVariable_Unpack(made).unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    return made;
+  });
+}
+
 }  // namespace
 
-bool page_kernel(PyObject* function, const std::string& key, const std::string& name, const std::string& args) {
+// Returns the function in C that the binding calls. It has the binding's name, in the same library. Null: there is none.
+static void* function_behind(const PyMethodDef* def) {
+  Dl_info found;
+  if (!dladdr(reinterpret_cast<void*>(def->ml_meth), &found)) return nullptr;
+  void* library = dlopen(found.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  if (!library) return nullptr;
+  void* function = dlsym(library, def->ml_name);
+  dlclose(library);  // Python keeps it loaded
+  return function;
+}
+
+bool page_kernel(PyObject* function, const std::string& key, const std::string& name, const std::string& args,
+                 bool repeats) {
   PyMethodDef* def = table_of(function);
   if (!def) return false;
   if (def->ml_meth != &launch) {
-    kernels()[def] = {def->ml_meth, info_of_kernel(key, name), args};
+    OpInfo* info = info_of_kernel(key, name);
+    if (repeats && args.size() <= kMostKernelArguments) info->function = function_behind(def);
+    kernels()[def] = {def->ml_meth, info, args};
     def->ml_meth = &launch;
   }
   return true;
@@ -174,6 +377,25 @@ bool page_kernel(PyObject* function, const std::string& key, const std::string& 
 
 void unpage_kernels() {
   for (auto& [def, kernel] : kernels()) def->ml_meth = kernel.original;
+  if (Buffers& b = buffers(); b.def) b.def->ml_meth = b.original;
+}
+
+bool page_buffers(PyObject* function) {
+  if (!PyCFunction_CheckExact(function)) return false;
+  PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
+  if (def->ml_flags != METH_VARARGS) return false;
+  Buffers& b = buffers();
+  if (def->ml_meth != &allocate) b = {def, def->ml_meth};
+  def->ml_meth = &allocate;
+  return true;
+}
+
+PyObject* call_forward(PyObject* function, PyObject* args, PyObject* kwargs) {
+  struct Forward {
+    const bool before = std::exchange(tl_compiled_forward, true);
+    ~Forward() { tl_compiled_forward = before; }
+  } const forward;
+  return PyObject_Call(function, args, kwargs);
 }
 
 }  // namespace memmgr::pager

@@ -1,4 +1,4 @@
-// Launches of a compiled graph's kernels: each is an op (rules 3 and 4). Its tensors are touched and pinned, the
+// Launches of a compiled graph's kernels: each is an op (rules 3 to 5). Its tensors are touched and pinned, the
 // written ones get a new version, it runs, and between two launches all of them may be evicted.
 #pragma once
 
@@ -9,9 +9,17 @@
 namespace memmgr::pager {
 
 // Makes the launches of a compiled graph's kernel ops from now on. `args`: a letter for each argument, ARGUMENT_... in
-// base/constants.def. False: the function is not from Inductor's binding.
-bool page_kernel(PyObject* function, const std::string& key, const std::string& name, const std::string& args);
-// Makes all kernels run as they did before.
+// base/constants.def. `repeats`: with the same bytes in its arguments the kernel writes the same bytes again, and its
+// numbers are integers. False: the function is not from Inductor's binding.
+bool page_kernel(PyObject* function, const std::string& key, const std::string& name, const std::string& args,
+                 bool repeats);
+// Makes the buffers that compiled graphs allocate by this function cells from their beginning. False: it is no function
+// of C with positional arguments.
+bool page_buffers(PyObject* function);
+// Makes all kernels, and the allocation of buffers, run as they did before.
 void unpage_kernels();
+// Calls a compiled graph that is the forward of a training: its ops and launches have recipes, although it runs without
+// gradient mode. The GIL is held.
+PyObject* call_forward(PyObject* function, PyObject* args, PyObject* kwargs);
 
 }  // namespace memmgr::pager

@@ -88,7 +88,7 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
   return false;
 }
 
-bool records(const OpInfo* info) { return info->recordable && (c10::GradMode::is_enabled() || info->fills); }
+bool records(const OpInfo* info) { return info->recordable && (makes_recipes() || info->fills); }
 
 void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   kept_ = outermost ? kept : nullptr;
@@ -98,7 +98,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   // The touched cells are pinned until the op has ended, so no thread's reclaim evicts them.
   if (records(info_) && !tl_foreign && !budget.forked && !captures.load() &&
       (frame.bytes() > 0 || may_make_large(info_, args, n)))
-    record(frame, args, n);
+    record(args, n);
   if (frame.writes()) {
     frame.begin_writes();
     began_writes = true;
@@ -119,7 +119,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   // No thread draws between the record of the generator's state and this op's draw.
   if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign) drawing_ = begin_drawing();
   if (info_->kind != OpClass::kForeign || info_->collective) {
-    if (C10_UNLIKELY(recipe_ && recipe_->kind->clears.load(std::memory_order_relaxed))) {
+    if (C10_UNLIKELY(recording_.recipe() && recording_.recipe()->kind->clears.load(std::memory_order_relaxed))) {
       const Filling cleared(0);
       call_below(op_, below_, stack_);
     } else {
@@ -150,84 +150,46 @@ void Call::note_scratch(uint64_t bytes) {
   info_->scratch_bytes.store(std::max(bytes, known - known / 4), std::memory_order_relaxed);
 }
 
-bool Call::measures() { return mm_arena_budget(budget.arena) >= MM_UNLIMITED && !budget.options.torture; }
-
-bool Call::has_room(uint64_t bytes) {
-  return mm_arena_resident(budget.arena) + bytes <=
-         (measures() ? most_resident.load(std::memory_order_relaxed) : mm_arena_budget(budget.arena));
-}
-
-bool Call::may_try(const Kind* kind, uint64_t bytes) {
-  constexpr uint32_t kMostInVain = 8;  // determinism checks for which cells had to be evicted
-  return has_room(bytes) || (!measures() && kind->trials.load(std::memory_order_relaxed) < kMostInVain);
-}
-
 bool Call::may_try_in_place() const {
-  if (!kept_ || !kept_->there || measures() || info_->writes || info_->seeded || !budget.pool->on_host()) return false;
-  if (recipe_->kind->only_beside.load(std::memory_order_relaxed)) return false;
+  if (!kept_ || !kept_->there || is_measuring_run() || info_->writes || info_->seeded || !budget.pool->on_host()) return false;
+  if (recording_.recipe()->kind->only_beside.load(std::memory_order_relaxed)) return false;
   for (const Cell* c : made)
     if (c->outside) return false;
   return true;
 }
 
-namespace {
-
-// Returns true if a kernel written in Python was interrupted (Ctrl-C), which is no result of a check.
-bool interrupts(const std::exception& e) {
-  const auto* error = dynamic_cast<const pybind11::error_already_set*>(&e);
-  if (!error) return false;
-  const pybind11::gil_scoped_acquire gil;
-  return !error->matches(PyExc_Exception);
-}
-
-}  // namespace
-
 Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
   try {
-    return pager::run_again_in_place(*recipe_, left, all);
+    return pager::run_again_in_place(*recording_.recipe(), left, all);
   } catch (const std::exception& e) {
     // The op's results are lost. Their cells end while they are pinned, so no thread finds them without bytes.
     stack_->resize(stack_->size() - info_->returns);
     if (interrupts(e)) throw;
-    recipe_->kind->only_beside.store(true);  // the op runs once more, and its signature is not checked in place again
+    recording_.recipe()->kind->only_beside.store(true);  // the op runs once more, and its signature is not checked in place again
     if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
-    end_trial(recipe_->kind, false);
+    end_trial(recording_.recipe()->kind, false);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "memmgr: a second run failed: ", e.what());
   }
 }
 
-void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
+void Call::record(const c10::IValue* args, size_t n) {
   if (info_->seeded) drawing_ = begin_drawing();
-  recipe_ = describe(info_, below_, args, n);
-  if (drawing_.owns_lock() && !(recipe_ && recipe_->rng.defined())) drawing_.unlock();
-  if (!recipe_) return;
-  recipe_->filled = info_->fills && !c10::GradMode::is_enabled();
-  if (C10_LIKELY(recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew)) return;
+  recording_.begin(describe(info_, below_, args, n));
+  Recipe* const recipe = recording_.recipe();
+  if (drawing_.owns_lock() && !(recipe && recipe->rng.defined())) drawing_.unlock();
+  if (!recipe) return;
+  recipe->filled = info_->fills && !makes_recipes();
+  if (C10_LIKELY(!recording_.is_new())) return;
   if (kept_) kept_->keep(args, n);  // the determinism check may lose the op's outputs
-  if (info_->writes == 0) return;
-  // At the first use of a signature that writes in place, the bytes before the write are copied for the second run.
-  for (const TensorArg& a : recipe_->tensors)
-    if (a.role == Role::kWritten && a.version->cell) {
-      Cell* c = a.version->cell;
-      if (!may_try(recipe_->kind, c->nbytes)) return;
-      try {
-        const OwnWork own;
-        before_ =
-            c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(c->nbytes),
-                                                  c->pool->allocate(c->nbytes), c->pool->allocator(), false);
-      } catch (const c10::OutOfMemoryError&) {
-        return;  // no room for a check: another time
-      }
-      c->pool->copy(pointer_of(before_.get()).get(), c->bytes.get(), c->nbytes);
-    }
+  if (info_->writes > 0) recording_.copy_written();
 }
 
 void Call::outputs(Frame& frame) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
   const size_t returns = info_->returns;
   if (info_->collective) keep_until_done(frame, returns);
-  if (info_->writes && recipe_ && !wrote_all()) give_up();
-  if (info_->writes && recipe_) attach_write(frame);
+  if (info_->writes && recording_.recipe() && !wrote_all()) give_up();
+  if (info_->writes && recording_.recipe()) attach_write(frame);
   collect_outputs(*stack_, returns, &storages);
   c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);
   bool any = false;
@@ -249,12 +211,12 @@ void Call::outputs(Frame& frame) {
       any = true;
       if (info_->uninitialized) begin_newborn_locked(c);
     }
-    if (C10_LIKELY(any && recipe_ && is_trusted())) {  // under one lock: most recorded ops end here
+    if (C10_LIKELY(any && recording_.recipe() && recording_.recipe()->kind->trusted())) {  // under one lock: most recorded ops end here
       note_run();
-      attach_locked(std::move(recipe_), versions, &trash);
+      attach_locked(recording_.take(), versions, &trash);
     }
   }
-  if (!recipe_) {
+  if (!recording_.recipe()) {
     keep_recipes_few();
     return;
   }
@@ -267,32 +229,11 @@ void Call::outputs(Frame& frame) {
   for (size_t i = 0; i < storages.size(); ++i)
     if (!versions[i]) storages[i] = nullptr;
   try_kind(storages, all);
-  attach_if_trusted(versions);
-}
-
-void Call::attach_if_trusted(c10::ArrayRef<Version*> versions) {
-  if (!is_trusted()) {
-    if (measures() && recipe_->kind->trust.load() == Trust::kNew) {
-      const Hold lock(graph_lock());
-      for (Version* v : versions) {
-        if (!v || v->recipe) continue;
-        v->presumed = true;
-        if (v->cell && v->cell->version == v) count_root_locked(v->cell);
-      }
-    }
-    give_up();
-    return;
-  }
-  {
-    Trash trash;
-    const Hold lock(graph_lock());
-    attach_locked(std::move(recipe_), versions, &trash);
-  }
-  keep_recipes_few();
+  recording_.attach_if_trusted(versions);
 }
 
 bool Call::wrote_all() const {
-  for (const TensorArg& a : recipe_->tensors) {
+  for (const TensorArg& a : recording_.recipe()->tensors) {
     if (a.role != Role::kFresh) continue;
     const c10::IValue& result = (*stack_)[stack_->size() - info_->returns];
     const c10::TensorImpl* t = result.isTensor() ? result.unsafeToTensorImpl() : nullptr;
@@ -320,43 +261,21 @@ void Call::attach_write(const Frame& frame) {
   }
   note_run();
   try_kind(s, {});
-  attach_if_trusted(written->version);
+  recording_.attach_if_trusted(written->version);
 }
 
 void Call::note_run() {
-  if (C10_UNLIKELY(recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kFamily))
-    recipe_->seconds = queues ? seconds_by_family(*recipe_) : seconds;
-  else if (C10_LIKELY(!queues))
-    note_seconds(recipe_->kind, seconds);
-  else
-    seconds = std::max(seconds, recipe_->kind->seconds.load(std::memory_order_relaxed));
+  recording_.note_run(seconds);
+  if (queues) seconds = std::max(seconds, recording_.recipe()->kind->seconds.load(std::memory_order_relaxed));
 }
 
 void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
-  Kind* kind = recipe_->kind;
-  if (kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
-  for (const TensorArg& a : recipe_->tensors)
-    if (a.role == Role::kWritten && !before_) return;
-  const bool in_place = !has_room(scratch_peak()) && may_try_in_place();
-  if (!in_place && !may_try(kind, scratch_peak())) return;
-  try {
-    const Again again = in_place ? run_again_in_place(left, all) : run_again(*recipe_, left, std::move(before_));
-    const bool same = again != Again::kOther;
-    if (again == Again::kSameWhereWritten) kind->clears.store(true);
-    if (same && left.size() == 1 && left[0] && budget.pool->on_host()) {
-      mm_bits bits{};
-      kind->bits_bytes = mm_bits_pack(pointer_of(left[0]).get(), left[0]->nbytes(), &bits);
-      if (kind->bits_bytes) mm_bits_free(&bits);
-    }
-    end_trial(kind, same);
-  } catch (const c10::OutOfMemoryError&) {
-    if (in_place) throw;
-    kind->trials++;  // no room for a second result: another time
-    kind->needs_bytes = refused_bytes() + scratch_peak();
-  } catch (const std::exception& e) {
-    if (interrupts(e)) throw;
-    end_trial(kind, false);
-  }
+  if (!recording_.is_new() || has_room_for_check(scratch_peak()) || !may_try_in_place()) 
+    return recording_.check(left, scratch_peak());
+  Kind* kind = recording_.recipe()->kind;
+  const Again again = run_again_in_place(left, all);
+  if (again == Again::kSameWhereWritten) kind->clears.store(true);
+  recording_.end_check(again != Again::kOther, left);
 }
 
 void Call::keep_until_done(Frame& frame, size_t returns) {

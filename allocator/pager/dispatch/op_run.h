@@ -11,13 +11,12 @@
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/types.h"
+#include "dispatch/recording.h"
 #include "guards/collective_pins.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
 #include "ops/rng.h"
 #include "plan/timeline.h"
-#include "recipes/op_signature.h"
-#include "recipes/recipe.h"
 #include "remat/determinism_check.h"
 #include "remat/replay.h"
 
@@ -68,7 +67,7 @@ class Call {
 
   void run(Frame& frame, bool outermost, KeptArguments* kept);
 
-  void give_up() { discard(std::move(recipe_)); }
+  void give_up() { recording_.give_up(); }
 
   bool began_writes = false;
   bool drew = false;
@@ -78,24 +77,16 @@ class Call {
 
  private:
   void note_scratch(uint64_t bytes);
-  static bool measures();  // a run without a limit: it measures the need of a run, and must not change it
-  // Returns true if there is room for a determinism check that takes so much. A measuring run stays below its
-  // high-water mark.
-  static bool has_room(uint64_t bytes);
-  static bool may_try(const Kind* kind, uint64_t bytes);
   bool may_try_in_place() const;
   Again run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all);
-  void record(Frame& frame, const c10::IValue* args, size_t n);
+  void record(const c10::IValue* args, size_t n);
   void outputs(Frame& frame);
-  bool is_trusted() const { return recipe_->kind->trusted(); }
-  void attach_if_trusted(c10::ArrayRef<Version*> versions);
   // Returns true if the op wrote all of its `out=`. A resized one keeps old bytes beyond its size, which a second run
   // would not make.
   bool wrote_all() const;
   void attach_write(const Frame& frame);
-  // Records the seconds of the op. A queued op has hardly begun: its time comes from the determinism check.
   void note_run();
-  // Rule 8: runs the op a second time at the first use of its signature, and compares the outputs.
+  // Checks a new signature. Without room for two results the second one takes the place of the first.
   void try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all);
   void keep_until_done(Frame& frame, size_t returns);
 
@@ -104,9 +95,8 @@ class Call {
   c10::DispatchKeySet below_;
   torch::jit::Stack* stack_;
   const OldStorages& old_;
-  std::unique_ptr<Recipe> recipe_;
+  Recording recording_;
   Drawing drawing_;  // from the record of the generator's state until the op has drawn
-  StoragePtr before_;
   uint64_t ended_ = 0;             // ticks
   KeptArguments* kept_ = nullptr;  // null: the op is inside another one, which is tried again as a whole
 };

@@ -40,6 +40,8 @@ const std::vector<RawReader>& raw_readers();
 struct OpInfo {
   c10::OperatorHandle op;
   std::string kernel;  // the name of a compiled graph's kernel (launch.h), whose `op` is not used; empty: an op
+  // The kernel's function in C. Its arguments are addresses and integers. Null: its launches have no recipe.
+  std::atomic<void*> function{nullptr};
   OpClass kind = OpClass::kOrdinary;
   bool torchs = false;         // aten or prims
   bool recordable = false;     // aten or prims, functional or with one declared write, nothing hidden

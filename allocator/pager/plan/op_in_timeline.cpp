@@ -1,7 +1,5 @@
 #include "plan/op_in_timeline.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <optional>
 
 #include "base/budget.h"
@@ -12,6 +10,7 @@
 #include "plan/follow.h"
 #include "plan/loops.h"
 #include "recipes/op_signature.h"
+#include "recipes/recipe.h"
 
 namespace memmgr::pager {
 
@@ -30,7 +29,7 @@ Timeline begin_next(Period& p, bool noted) {
 
 // Returns the turn that ends before this op, or the ops that were noted before a loop was looked for.
 std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& frame) {
-  if (c10::GradMode::is_enabled() || p.noted.turn >= 0) return std::nullopt;
+  if (makes_recipes() || p.noted.turn >= 0) return std::nullopt;
   auto how = LoopSeeker::Turn::kCut;
   if (p.loop)
     how = seeker().ends(p.noted, info, frame);

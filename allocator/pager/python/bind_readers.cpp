@@ -188,8 +188,15 @@ void py_end_capture() {
   end_capture();
 }
 
-bool py_page_kernel(Object function, const std::string& key, const std::string& name, const std::string& args) {
-  return page_kernel(function.object, key, name, args);
+bool py_page_kernel(Object function, const std::string& key, const std::string& name, const std::string& args,
+                    bool repeats) {
+  return page_kernel(function.object, key, name, args, repeats);
+}
+
+bool py_page_buffers(Object function) { return page_buffers(function.object); }
+
+Object py_call_forward(Callable function, Arguments args, Keywords kwargs) {
+  return {call_forward(function.object, args.object, kwargs.object)};
 }
 
 List py_objects_of(Types types, std::optional<TextList> libraries) {
@@ -243,10 +250,16 @@ void bind_readers(Module& m) {
   m.def<&py_reducers_listen>("reducers_listen", "begin", "A backward with reducers that wait begins or ends.");
   m.def<&py_begin_capture>("begin_capture", "", "A graph is about to be captured.");
   m.def<&py_end_capture>("end_capture", "", "Its capture has ended.");
-  m.def<&py_page_kernel>("page_kernel", "function, *, key, name, args",
+  m.def<&py_page_kernel>("page_kernel", "function, *, key, name, args, repeats",
                          "Makes the launches of a compiled graph's kernel ops. `args` has a letter for each argument "
-                         "(ARGUMENT_READ, ...). False: the function is not from Inductor's binding.");
-  m.def<&unpage_kernels>("unpage_kernels", "", "All kernels run as they did before.");
+                         "(ARGUMENT_READ, ...). `repeats`: the same arguments make the same bytes, and its numbers are "
+                         "integers. False: the function is not from Inductor's binding.");
+  m.def<&py_page_buffers>("page_buffers", "function",
+                          "Makes the buffers that compiled graphs allocate by this function cells. False: it is no "
+                          "function of C with positional arguments.");
+  m.def<&unpage_kernels>("unpage_kernels", "", "All kernels run, and buffers are allocated, as they were before.");
+  m.def<&py_call_forward>("call_forward", "function, args, kwargs",
+                          "Calls a compiled graph that is the forward of a training.");
   m.def<&py_objects_of>("objects_of", "types, libraries=None",
                         "The objects of these types that the garbage collector tracks, and the functions that pybind11 "
                         "has bound in these libraries.");

@@ -111,6 +111,7 @@ namespace {
 
 std::optional<std::string> name_of(const OpInfo* info) {
   if (!info) return std::nullopt;
+  if (!info->kernel.empty()) return info->kernel;
   std::string name = info->op.schema().name();
   const size_t colons = name.find("::");
   if (colons != std::string::npos) name.replace(colons, 2, ".");

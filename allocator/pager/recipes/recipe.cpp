@@ -63,6 +63,30 @@ bool draws(const OpInfo* info, const c10::IValue* args, size_t n) {
 
 }  // namespace
 
+TensorArg& add_tensor(Recipe* recipe, const c10::TensorImpl* t, size_t argument, uint64_t facts, HashOf<false>* hash) {
+  TensorArg& a = recipe->tensors.emplace_back();
+  a.argument = static_cast<uint16_t>(argument);
+  a.storage_bytes = t->unsafe_storage().nbytes();
+  a.offset = t->storage_offset();
+  a.dtype = t->dtype();
+  a.device = t->device();
+  a.wrapped_number = t->is_wrapped_number();
+  const c10::IntArrayRef sizes = t->sizes(), strides = t->strides();
+  hash->mix(static_cast<uint64_t>(a.dtype.toScalarType()) * 37 + sizes.size() + (a.wrapped_number ? 2000 : 0) + facts);
+  a.sizes.resize_for_overwrite(sizes.size());
+  a.strides.resize_for_overwrite(sizes.size());
+  for (size_t i = 0; i < sizes.size(); ++i) {  // few: quicker than a call that copies
+    hash->mix(static_cast<uint64_t>(a.sizes[i] = sizes[i]));
+    hash->mix(static_cast<uint64_t>(a.strides[i] = strides[i]) + 7);
+  }
+  return a;
+}
+
+bool is_value(const TensorArg& a, const c10::TensorImpl* t) {
+  return a.storage_bytes <= sizeof a.value && t->numel() <= 1 && t->device().is_cpu() &&
+         t->unsafe_storage().unsafeGetStorageImpl()->data();
+}
+
 namespace {
 
 struct Describer {
@@ -81,25 +105,10 @@ struct Describer {
     }
     c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
     const bool written = info->written[argument];
-    TensorArg& a = recipe->tensors.emplace_back();
-    a.argument = static_cast<uint16_t>(argument);
-    a.element = element;
-    a.storage_bytes = s->nbytes();
-    a.offset = t->storage_offset();
-    a.dtype = t->dtype();
     const bool here = s->device_type() == budget.pool->device.type();
+    TensorArg& a = add_tensor(recipe, t, argument, (written ? 1000 : 0) + (here ? 4000 : 0), &hash);
+    a.element = element;
     a.keys = c10::DispatchKeySet(key_of(t->device().type()));
-    a.device = t->device();
-    a.wrapped_number = t->is_wrapped_number();
-    const c10::IntArrayRef sizes = t->sizes(), strides = t->strides();
-    hash.mix(static_cast<uint64_t>(a.dtype.toScalarType()) * 37 + sizes.size() + (written ? 1000 : 0) +
-             (a.wrapped_number ? 2000 : 0) + (here ? 4000 : 0));
-    a.sizes.resize_for_overwrite(sizes.size());
-    a.strides.resize_for_overwrite(sizes.size());
-    for (size_t i = 0; i < sizes.size(); ++i) {  // few: quicker than a call that copies
-      hash.mix(static_cast<uint64_t>(a.sizes[i] = sizes[i]));
-      hash.mix(static_cast<uint64_t>(a.strides[i] = strides[i]) + 7);
-    }
     Cell* c = cell_of(s);
     const uint64_t whole = static_cast<uint64_t>(t->numel()) * t->itemsize();
     if (info->kind == OpClass::kMetadata) {
@@ -108,8 +117,7 @@ struct Describer {
     } else if (written && info->overwriter && whole == a.storage_bytes && t->is_non_overlapping_and_dense()) {
       a.role = Role::kFresh;
       c = nullptr;
-    } else if (!written && !c && a.storage_bytes <= sizeof a.value && t->numel() <= 1 && t->device().is_cpu() &&
-               s->data()) {
+    } else if (!written && !c && is_value(a, t)) {
       a.role = Role::kValue;
       std::memcpy(a.value, s->data(), a.storage_bytes);
     } else if (a.storage_bytes == 0) {
@@ -183,6 +191,18 @@ static bool describe_arguments(Describer* d, const OpInfo* info, const c10::IVal
   return written == 0 || !reads_its_own_writes(*r, d->storages);
 }
 
+// Returns true if the recipe can have the version as an input, or as memory that its op writes.
+static bool may_take_locked(const Recipe* r, const TensorArg& a, const Cell* c) {
+  const Version* v = c->version;
+  if (a.role == Role::kFresh) return c->blank && v->uninitialized;
+  // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
+  if (c->escape != Escape::kNone || v->uninitialized) return false;
+  if (a.role != Role::kWritten) return true;
+  // Running statistics: a compiled kernel writes them beside its results. Their old bytes are kept by value.
+  if (!r->info->kernel.empty() && c->small && !v->recipe) return true;
+  return v->recipe && recipe_available_locked(v->recipe);
+}
+
 // Gives the recipe its inputs' versions, with a reference to each. False: one of them does not determine the result,
 // and the recipe has no references.
 static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& cells) {
@@ -192,10 +212,9 @@ static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& c
     Cell* c = cells[i];
     if (!c) continue;
     Version* v = c->version;
-    // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
-    if (c->escape != Escape::kNone || v->uninitialized) ok = false;
-    if (r->tensors[i].role == Role::kWritten && !(v->recipe && recipe_available_locked(v->recipe))) ok = false;
+    ok = may_take_locked(r, r->tensors[i], c);
     if (!ok) break;
+    if (r->tensors[i].role == Role::kFresh) continue;
     if (v->recipe) {
       depth = std::max(depth, v->depth);
       r->checked |= v->recipe->checked;
@@ -210,6 +229,23 @@ static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& c
     if (a.version) a.version->refs--;
   r->tensors.clear();
   return false;
+}
+
+std::unique_ptr<Recipe> with_inputs(std::unique_ptr<Recipe> r, HashOf<false> hash, const c10::KernelFunction& kernel,
+                                    const void* code, const c10::SmallVectorImpl<Cell*>& cells) {
+  r->numerics = numerics_now();
+  hash.mix(static_cast<uint64_t>(r->numerics));
+  r->kind = kind_of(hash.value, *r, kernel, code);
+  const Trust trust = r->kind->trust.load(std::memory_order_relaxed);
+  if (trust == Trust::kNo) return nullptr;
+  r->checked = trust == Trust::kFamily;
+  const Hold lock(graph_lock());
+  if (!take_versions_locked(r.get(), cells)) return nullptr;
+  r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
+             r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
+  recipe_bytes += r->bytes;
+  counters.recorded_ops += 1;
+  return r;
 }
 
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
@@ -231,19 +267,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
     r->rng = generator_before(info, args);
     if (!r->rng.defined()) return nullptr;
   }
-  r->numerics = numerics_now();
-  d.hash.mix(static_cast<uint64_t>(r->numerics));
-  r->kind = kind_of(d.hash.value, *r, *kernel, code);
-  const Trust trust = r->kind->trust.load(std::memory_order_relaxed);
-  if (trust == Trust::kNo) return nullptr;
-  r->checked = trust == Trust::kFamily;
-  const Hold lock(graph_lock());
-  if (!take_versions_locked(r.get(), d.cells)) return nullptr;
-  r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
-             r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
-  recipe_bytes += r->bytes;
-  counters.recorded_ops += 1;
-  return r;
+  return with_inputs(std::move(r), d.hash, *kernel, code, d.cells);
 }
 
 void discard(std::unique_ptr<Recipe> recipe) {

@@ -65,10 +65,10 @@ Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<Sto
 
 }  // namespace
 
-Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before) {
+Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, std::vector<StoragePtr> before) {
   counters.trials++;
   const bool on_host = budget.pool->on_host();
-  std::vector<StoragePtr> made = run_over_inputs(r, std::move(before), on_host ? kPattern : -1);
+  std::vector<StoragePtr> made = run_over_inputs(r, before, on_host ? kPattern : -1);
   const Compared first = compare(outputs, made, kPattern);
   if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
   if (first.other) return Again::kOther;
@@ -76,7 +76,7 @@ Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, Stora
   // Gaps hold the bytes that malloc had there. These may be the pattern, from the memory of an earlier check. The op's
   // own results may be the pattern, too. So a run over zeros decides.
   made.clear();
-  made = run_over_inputs(r, nullptr, 0);
+  made = run_over_inputs(r, before, 0);
   const Compared second = compare(outputs, made, 0);
   if (second.other) return Again::kOther;
   if (first.equal && second.equal) return Again::kSame;
@@ -120,7 +120,8 @@ void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::Arr
              int fill) {
   for (c10::StorageImpl* s : outputs)
     if (s) cell_of(s)->bytes.clear();
-  const std::vector<StoragePtr> made = run_over_inputs(r, nullptr, fill);
+  std::vector<StoragePtr> none;
+  const std::vector<StoragePtr> made = run_over_inputs(r, none, fill);
   for (size_t i = 0; i < all.size(); ++i) {
     c10::StorageImpl* to = all[i];
     c10::StorageImpl* from = i < made.size() ? made[i].get() : nullptr;

@@ -284,10 +284,10 @@ void end_loans(const Recipe* r, Plan* plan) {
 
 // Gives the bytes of one output to the result, to the output's cell, or to a later recipe of the plan.
 void hand_out(const Recipe* r, Version* v, StoragePtr& made, const Version* target, Plan* plan, at::DataPtr* result) {
-  TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
+  TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->name(),
               " gave another size when it was run again. Please report this.");
   const bool simple = pointer_of(made.get()).get_deleter() == budget.pool->deleter();
-  TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(),
+  TORCH_CHECK(simple, "memmgr: ", r->info->name(),
               " gave memory that is not the pool's. Please report this.");
   if (v == target) {
     if (plan->uses[v] > 0) return;
@@ -410,14 +410,19 @@ uint64_t end_kept_ghosts() {
   return end_kept_locked(&trash, [](const Kept&) { return true; });
 }
 
-std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill) {
+std::vector<StoragePtr> run_over_inputs(const Recipe& r, std::vector<StoragePtr>& before, int fill) {
   std::vector<Source> sources(r.tensors.size());
   std::vector<std::unique_ptr<Input>> inputs;
+  size_t copies = 0;
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
     if (!a.version) continue;
     if (a.role == Role::kWritten) {
-      sources[i].own = std::move(before);
+      StoragePtr& old = before[copies++];
+      if (r.info->writes)  // there is no other run
+        sources[i].own = std::move(old);
+      else
+        sources[i].data = pointer_of(old.get()).get();
       continue;
     }
     inputs.push_back(std::make_unique<Input>());

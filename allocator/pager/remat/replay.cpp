@@ -4,7 +4,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <array>
+#include <utility>
+
 #include "base/budget.h"
+#include "base/lock.h"
 #include "base/refusal.h"
 #include "base/thread_state.h"
 #include "ops/numerics.h"
@@ -13,6 +17,7 @@
 #include "pools/pool.h"
 #include "pools/scratch.h"
 #include "pools/stream_rules.h"
+#include "recipes/launch_recipe.h"
 #include "recipes/op_signature.h"
 
 namespace memmgr::pager {
@@ -56,6 +61,7 @@ StoragePtr storage_for(const TensorArg& a, Source& source) {
     case Role::kFresh:
       return storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
     case Role::kWritten:
+    case Role::kAlias:  // of launches, which have no tensors
       break;
   }
   if (source.own) return std::move(source.own);
@@ -121,6 +127,44 @@ std::vector<StoragePtr> results_on(const torch::jit::Stack& stack, const std::ve
   return outputs;
 }
 
+template <size_t>
+using Argument = uintptr_t;
+
+// Calls a function that takes so many words: addresses and integers.
+template <size_t... I>
+void call_with(void* function, const uintptr_t* words, std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(Argument<I>...)>(function)(words[I]...);
+}
+
+template <size_t... N>
+constexpr auto callers(std::index_sequence<N...>) {
+  return std::array<void (*)(void*, const uintptr_t*), sizeof...(N)>{
+      [](void* f, const uintptr_t* words) { call_with(f, words, std::make_index_sequence<N>()); }...};
+}
+
+// Runs a compiled kernel's function. It reads no state of the thread but the numerics.
+std::vector<StoragePtr> run_launch(const Recipe& r, std::vector<Source> sources) {
+  static constexpr auto kCallers = callers(std::make_index_sequence<kMostKernelArguments + 1>());
+  std::vector<StoragePtr> storages, outputs;
+  for (size_t i = 0; i < r.tensors.size(); ++i) {
+    const TensorArg& a = r.tensors[i];
+    storages.push_back(a.role == Role::kAlias ? StoragePtr() : storage_for(a, sources[i]));
+    if (a.role == Role::kWritten || a.role == Role::kFresh) outputs.push_back(storages.back());
+  }
+  std::array<uintptr_t, kMostKernelArguments> words{};
+  for (size_t i = 0; i < r.args.size(); ++i)
+    if (r.args[i].isInt()) words[i] = static_cast<uintptr_t>(r.args[i].toInt());
+  for (size_t i = 0; i < r.tensors.size(); ++i) {
+    const TensorArg& a = r.tensors[i];
+    const StoragePtr& s = storages[a.role == Role::kAlias ? static_cast<size_t>(a.element) : i];
+    words[a.argument] = reinterpret_cast<uintptr_t>(pointer_of(s.get()).get()) +
+                        static_cast<uintptr_t>(a.offset) * a.dtype.itemsize();
+  }
+  const Hold lock(lock_of(LockId::kLaunches));
+  kCallers[r.args.size()](r.info->function.load(std::memory_order_relaxed), words.data());
+  return outputs;
+}
+
 }  // namespace
 
 std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
@@ -130,6 +174,7 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   if (queues) here.reset_device(budget.pool->device);
   NumericsGuard numerics(r.numerics);
   const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : taking().fill);
+  if (!r.info->kernel.empty()) return run_launch(r, std::move(sources));
   StoragePtr written;
   std::vector<StoragePtr> inputs;
   torch::jit::Stack stack = arguments_of(r, std::move(sources), &inputs, &written);
