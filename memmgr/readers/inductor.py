@@ -200,13 +200,13 @@ def _repeats(types: list[str], source: str) -> bool:
         return False
     if any(not kind.endswith("*") and kind.removeprefix("const ").strip() not in _INTEGERS for kind in types):
         return False
-    return not any("tmp" in _up_to_its_end(source, found.end()) for found in _STORE.finditer(source))
+    return not any("tmp" in _index(source, found.end()) for found in _STORE.finditer(source))
 
 
-def _up_to_its_end(source: str, begin: int) -> str:
-    """The text from `begin` to the end of the brackets that it is in."""
+def _index(source: str, begin: int) -> str:
+    """The text from `begin` to the next comma, or to the end of the brackets that it is in."""
     depth, at = 1, begin
-    while depth and at < len(source):
+    while depth and at < len(source) and (depth > 1 or source[at] != ","):
         depth += (source[at] in "([") - (source[at] in ")]")
         at += 1
     return source[begin:at]

@@ -15,17 +15,19 @@ from typing import Any
 from torch._C._dynamo import eval_frame
 
 _skipped: set[str] = set()
+_PROGRAMS = "memmgr.tools."
 
 
 def skip_ours() -> None:
     """From now on Dynamo compiles no function of memmgr's imported modules; it does compile the functions that they
-    call. A wrapper of ours in the middle of a graph still becomes part of that.
+    call. A wrapper of ours in the middle of a graph still becomes part of that. Models of memmgr's tools are compiled: their
+    frames are the program's.
     """
     action = eval_frame._FrameAction
     strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
     package = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == package and name not in _skipped:
+        if name.partition(".")[0] == package and not name.startswith(_PROGRAMS) and name not in _skipped:
             _skipped.add(name)
             for code in _codes_in(module):
                 # skips code that decorators of other packages share

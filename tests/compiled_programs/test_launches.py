@@ -133,8 +133,8 @@ def test_arguments_of_a_const_type_are_not_written() -> None:
     checked = 0
     for module in modules:
         source = Path(module.__file__).read_text()
-        for name, letters in inductor.kernels_in(source).items():
-            kernel = getattr(module, name)
+        for name, read_kernel in inductor.kernels_in(source).items():
+            kernel, letters = getattr(module, name), read_kernel.args
 
             def checks(*args: Any, kernel: Any = kernel, letters: str = letters) -> None:
                 nonlocal checked
@@ -180,7 +180,7 @@ def test_a_launch_that_writes_begins_a_version(doubling: Callable[[torch.Tensor]
         assert torch.equal(view, 2 * kept[1:]) and torch.equal(more, 2 * kept + 1)
 
 
-def test_a_result_of_a_launch_is_never_run_again(doubling: Callable[[torch.Tensor], Any]) -> None:
+def test_a_result_of_inference_is_never_made_again(doubling: Callable[[torch.Tensor], Any]) -> None:
     with memmgr.budget("100MB", policy="evict", disk=False, quiet=True):
         _, more = doubling(torch.ones(5000))
         native = binding.load()
@@ -218,7 +218,7 @@ def test_an_error_of_a_kernel_is_the_programs(doubling: Callable[[torch.Tensor],
         x = torch.ones(5000)
         doubling(x)
         with pytest.raises(RuntimeError, match="non-tensor input"):
-            kernel(x, *[3] * (len(inductor.kernels_in(Path(modules[-1].__file__).read_text()).popitem()[1]) - 1))
+            kernel(x, *[3] * (len(inductor.kernels_in(Path(modules[-1].__file__).read_text()).popitem()[1].args) - 1))
         assert binding.load().describe(x)["pins"] == 0
 
 

@@ -20,7 +20,7 @@ from .models import MODELS
 from .picture import draw
 from .record import Record, machine, opened
 from .rows import Row, rows_of
-from .systems import SYSTEMS, UNMANAGED
+from .systems import COMPILED, SYSTEMS, UNMANAGED
 from .table import HEAD, LARGEST_HEAD, cells, heading, largest_cells, markdown
 from .turns import Nursery, Say, Spec, once, together
 
@@ -49,7 +49,7 @@ class Bench:
         return {
             "key": f"{model}|{budget}|{system}", "model": model, "system": system, "what": what, "group": budget or "own",
             "budget": budget, "budget_bytes": budget_bytes, "batch": None, "tiny": args.tiny, "device": args.device,
-            "threads": args.threads, "turns": args.turns, "reference": system == UNMANAGED,
+            "threads": args.threads, "turns": args.turns, "reference": system in (UNMANAGED, COMPILED),
         }  # fmt: skip
 
     def over(self) -> bool:
@@ -61,13 +61,19 @@ class Bench:
     # ---- steps under budgets
 
     def groups(self, model: str) -> list[list[Wanted]]:
-        """(budget, share, system): systems without a budget together with those at another system's peak; then each
-        share.
+        """(budget, share, system), for each reference: systems without a budget together with those at another system's
+        peak; then each share.
         """
-        plain = [name for name in self.systems if not SYSTEMS[name].policy and name != UNMANAGED]
-        managed = [name for name in self.systems if SYSTEMS[name].policy]
-        own: list[Wanted] = [("", None, name) for name in (UNMANAGED, *plain)]
-        own += [(label, None, name) for label, share in self.budgets if share is None for name in managed]
+        return [*self.groups_of(model, UNMANAGED), *self.groups_of(model, COMPILED)]
+
+    def groups_of(self, model: str, reference: str) -> list[list[Wanted]]:
+        """The groups of the systems that are compared with this one."""
+        names = [name for name in self.systems if SYSTEMS[name].reference == reference and name != UNMANAGED]
+        plain = [name for name in names if not SYSTEMS[name].policy]
+        managed = [name for name in names if SYSTEMS[name].policy]
+        own: list[Wanted] = [("", None, name) for name in ((UNMANAGED, *plain) if reference == UNMANAGED else plain)]
+        peaks = [label for label, share in self.budgets if share is None and SYSTEMS[label].reference == reference]
+        own += [(label, None, name) for label in peaks for name in managed]
         shares: list[list[Wanted]] = [
             [(label, share, name) for name in managed] for label, share in self.budgets if share is not None
         ]
@@ -97,21 +103,24 @@ class Bench:
                 self.measure_group(children, model, group, bar)
 
     def measure_group(self, children: Nursery, model: str, group: Sequence[Wanted], bar: ProgressBar) -> None:
-        need = self.needs(children, model, UNMANAGED, bar.say)
+        system = SYSTEMS[group[0][2]].reference
+        need = self.needs(children, model, system, bar.say)
         specs: list[Spec] = []
         failed: list[Row] = []
         reference = group[0][0] if group[0][1] is not None else ""
-        if (reference, group[0][1], UNMANAGED) not in group:
-            specs.append(self.spec(model, UNMANAGED, "turns", reference))
-        for label, share, system in group:
+        if (reference, group[0][1], system) not in group:
+            specs.append(self.spec(model, system, "turns", reference))
+        for label, share, name in group:
             peak = need if share is not None or not label else self.needs(children, model, label, bar.say)
             error = need.get("error") or peak.get("error", "")
             limit = int((share or 1.0) * peak["peak_bytes"]) if label and not error else None
             if error:
-                failed.append(Row(model, label, system, error=error))
+                failed.append(Row(model, label, name, error=error))
             else:
-                specs.append(self.spec(model, system, "turns", label, limit))
+                specs.append(self.spec(model, name, "turns", label, limit))
         rows = rows_of(together(children, specs, self.args.turns, bar.say), need.get("peak_bytes", 0)) if specs else []
+        # Plain torch's compiled model has a row among the systems that are compared with plain torch.
+        rows = [row for row in rows if row.system == UNMANAGED or row.system != system]
         self.record.rows |= {row.key: row for row in [*rows, *failed]}
         self.record.save()
         bar.say(f"{model}, {reference or 'own'}: done", advance=len(group))

@@ -10,6 +10,8 @@ SYSTEMS = (
     "save_on_cpu",
     "offload_activations",
     "compile",
+    "compile_budget",
+    "compiled",
     "auto",
     "online",
     "evict",

@@ -17,11 +17,11 @@ class Row:
     Attributes:
         budget: its label: "75%", "checkpoint"; "" for a system that takes none.
         budget_bytes: of memmgr; None without one.
-        need_bytes: the most bytes that plain torch holds.
+        need_bytes: the most bytes that the reference holds.
         inside_bytes: the most that torch's tensors held at once.
         outside_bytes: the process's resident set at its highest, over its size before the model.
         seconds: a step, the median.
-        ratios: lower quartile, median and upper quartile of the time over unmanaged in the same turn.
+        ratios: lower quartile, median and upper quartile of the time over the reference's in the same turn.
         processor: the same median of the time that all of its threads computed.
         bits: "yes", "no", or "parameters" where buffers differ (batch norm's running statistics, counted twice).
         error: why it did not run.
@@ -68,7 +68,7 @@ def rows_of(cells: Sequence[Cell], need_bytes: int) -> list[Row]:
 
 def _row(cell: Cell, reference: Cell, need_bytes: int) -> Row:
     spec = cell.spec
-    error = cell.error or (f"unmanaged: {reference.error}" if reference.error else "")
+    error = cell.error or (f"{reference.spec['system']}: {reference.error}" if reference.error else "")
     head = (spec["model"], spec["budget"], spec["system"], spec["budget_bytes"], need_bytes)
     if error:
         return Row(*head, error=error)

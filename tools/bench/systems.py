@@ -15,7 +15,8 @@ from torch.utils import checkpoint as _checkpoint
 
 from .models import Training
 
-UNMANAGED = "unmanaged"
+UNMANAGED, COMPILED = "unmanaged", "compile"
+"""The references: plain torch, and its compiled model."""
 
 
 class NotHere(Exception):
@@ -31,12 +32,14 @@ class System:
         apply: changes a training before its first step; raises `NotHere`.
         policy: memmgr's, under a budget; empty: without memmgr.
         plan: memmgr may make plans of measured passes.
+        reference: the system that its time, bits and need are compared with.
     """
 
     line: str
     apply: Callable[[Training], None] = lambda training: None
     policy: str = ""
     plan: bool = True
+    reference: str = UNMANAGED
 
     @property
     def planned(self) -> bool:
@@ -96,14 +99,18 @@ COMPILED_BUDGET = 0.5
 def _compile(training: Training) -> None:
     import shutil
 
-    from torch._functorch import config
-
     if torch.get_default_device().type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise NotHere("needs a C++ compiler")
-    config.activation_memory_budget = COMPILED_BUDGET
     # A list of modules is never called: compiling it would be plain torch by another name.
     for called in training.model if isinstance(training.model, torch.nn.ModuleList) else [training.model]:
         called.compile()
+
+
+def _compile_in_budget(training: Training) -> None:
+    from torch._functorch import config
+
+    config.activation_memory_budget = COMPILED_BUDGET
+    _compile(training)
 
 
 def _memmgr(policy: str, line: str, plan: bool = True) -> System:
@@ -116,7 +123,11 @@ SYSTEMS: dict[str, System] = {
     "selective": System("selective checkpointing: products, convolutions and attention are kept", _selective),
     "save_on_cpu": System("torch.autograd.graph.save_on_cpu around forward", _save_on_cpu),
     "offload_activations": System("OffloadActivations of TRL or torchtune", _offload_activations),
-    "compile": System(f"torch.compile with activation_memory_budget={COMPILED_BUDGET}", _compile),
+    COMPILED: System("torch.compile", _compile),
+    "compile_budget": System(
+        f"torch.compile with activation_memory_budget={COMPILED_BUDGET}", _compile_in_budget, reference=COMPILED
+    ),
+    "compiled": System("memmgr on the compiled model", _compile, policy="auto", reference=COMPILED),
     "auto": _memmgr("auto", "memmgr, both ways, by plan"),
     "online": _memmgr("auto", "memmgr, both ways, as it goes", plan=False),
     "evict": _memmgr("evict", "memmgr, recompute only"),

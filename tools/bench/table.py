@@ -19,7 +19,7 @@ HEAD = (
     "of need",
     "resident",
     "step",
-    "of unmanaged",
+    "of reference",
     "quartiles",
     "processor",
     "same bits",
@@ -28,8 +28,10 @@ _BITS = {"yes": "yes", "no": "NO", "parameters": "yes, buffers differ"}
 
 
 def title(row: Row) -> str:
-    """The system's name: memmgr's are told apart."""
-    return f"memmgr {row.system}" if SYSTEMS[row.system].policy else row.system
+    """The system's name: memmgr's are told apart, and those that are not compared with plain torch."""
+    system = SYSTEMS[row.system]
+    over = "" if system.reference == UNMANAGED else f", over {system.reference}"
+    return (f"memmgr {row.system}" if system.policy else row.system) + over
 
 
 def cells(rows: Iterable[Row], longest: int = 400) -> Iterator[list[str]]:

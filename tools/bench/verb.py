@@ -34,7 +34,7 @@ from .names import MODELS, SYSTEMS
 
 __doc__ = (__doc__ or "").format(models=", ".join(MODELS), systems=", ".join(SYSTEMS))
 
-PEAKS = ("checkpoint", "selective")
+PEAKS = ("checkpoint", "selective", "compile_budget")
 """Systems whose peak can be a budget."""
 
 _MODELS = "GPT,ResNet"

@@ -33,6 +33,8 @@ void set_error_classes(PyObject* make, PyObject* wrong, PyObject* torchs) {
   Py_XSETREF(recompute_error, Py_NewRef(wrong));
 }
 
+bool python_found_no_room() { return torchs_error && PyErr_Occurred() && PyErr_ExceptionMatches(torchs_error); }
+
 void set_python_error() {
   try {
     throw;

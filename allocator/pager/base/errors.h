@@ -30,6 +30,8 @@ PyObject* guarded(F&& body) {
   return nullptr;
 }
 
+// Returns true if Python's error is torch's for memory that is spent, or memmgr.BudgetError. The GIL is held.
+bool python_found_no_room();
 // Throws the exception as memmgr.BudgetError if Python runs; returns otherwise. Takes the GIL: the caller has none of
 // the pager's locks.
 void raise_budget_error(const c10::OutOfMemoryError& e);

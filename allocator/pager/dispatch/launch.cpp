@@ -1,8 +1,7 @@
 #include "dispatch/launch.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <dlfcn.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -290,25 +289,12 @@ Buffers& buffers() {
   return b;
 }
 
-bool found_no_room() {
-  static PyObject* const error = [] {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject* torch = PyImport_ImportModule("torch");
-    PyObject* found = torch ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
-    Py_XDECREF(torch);
-    PyErr_Restore(type, value, trace);
-    return found;
-  }();
-  return error && PyErr_Occurred() && PyErr_ExceptionMatches(error);
-}
-
 // Allocates a buffer. Waits for other threads whose buffers or ops take the room.
 PyObject* allocate_or_wait(PyObject* self, PyObject* args) {
   for (int pauses = 0;; ++pauses) {
     const bool others = others_have_newborns() || others_are_running(false);
     PyObject* made = buffers().original(self, args);
-    if (C10_LIKELY(made) || !found_no_room() || tl_depth > 0 || pauses == kMostPauses) return made;
+    if (C10_LIKELY(made) || !python_found_no_room() || tl_depth > 0 || pauses == kMostPauses) return made;
     if (!others && !others_have_newborns()) return nullptr;
     PyErr_Clear();
     counters.retries++;
@@ -351,7 +337,8 @@ PyObject* allocate(PyObject* self, PyObject* args) {
 
 }  // namespace
 
-// Returns the function in C that the binding calls. It has the binding's name, in the same library. Null: there is none.
+// Returns the function in C that the binding calls. It has the binding's name, in the same library. Null: there is
+// none.
 static void* function_behind(const PyMethodDef* def) {
   Dl_info found;
   if (!dladdr(reinterpret_cast<void*>(def->ml_meth), &found)) return nullptr;
@@ -368,7 +355,8 @@ bool page_kernel(PyObject* function, const std::string& key, const std::string& 
   if (!def) return false;
   if (def->ml_meth != &launch) {
     OpInfo* info = info_of_kernel(key, name);
-    if (repeats && args.size() <= kMostKernelArguments) info->function = function_behind(def);
+    // A library that was loaded before with the same source stays loaded, and recipes may call it.
+    if (repeats && args.size() <= kMostKernelArguments && !info->function) info->function = function_behind(def);
     kernels()[def] = {def->ml_meth, info, args};
     def->ml_meth = &launch;
   }

@@ -151,7 +151,8 @@ void Call::note_scratch(uint64_t bytes) {
 }
 
 bool Call::may_try_in_place() const {
-  if (!kept_ || !kept_->there || is_measuring_run() || info_->writes || info_->seeded || !budget.pool->on_host()) return false;
+  if (!kept_ || !kept_->there || is_measuring_run() || info_->writes || info_->seeded || !budget.pool->on_host())
+    return false;
   if (recording_.recipe()->kind->only_beside.load(std::memory_order_relaxed)) return false;
   for (const Cell* c : made)
     if (c->outside) return false;
@@ -165,7 +166,8 @@ Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::Array
     // The op's results are lost. Their cells end while they are pinned, so no thread finds them without bytes.
     stack_->resize(stack_->size() - info_->returns);
     if (interrupts(e)) throw;
-    recording_.recipe()->kind->only_beside.store(true);  // the op runs once more, and its signature is not checked in place again
+    recording_.recipe()->kind->only_beside.store(
+        true);  // the op runs once more, and its signature is not checked in place again
     if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
     end_trial(recording_.recipe()->kind, false);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "memmgr: a second run failed: ", e.what());
@@ -211,7 +213,8 @@ void Call::outputs(Frame& frame) {
       any = true;
       if (info_->uninitialized) begin_newborn_locked(c);
     }
-    if (C10_LIKELY(any && recording_.recipe() && recording_.recipe()->kind->trusted())) {  // under one lock: most recorded ops end here
+    if (C10_LIKELY(any && recording_.recipe() &&
+                   recording_.recipe()->kind->trusted())) {  // under one lock: most recorded ops end here
       note_run();
       attach_locked(recording_.take(), versions, &trash);
     }
@@ -270,7 +273,7 @@ void Call::note_run() {
 }
 
 void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
-  if (!recording_.is_new() || has_room_for_check(scratch_peak()) || !may_try_in_place()) 
+  if (!recording_.is_new() || has_room_for_check(scratch_peak()) || !may_try_in_place())
     return recording_.check(left, scratch_peak());
   Kind* kind = recording_.recipe()->kind;
   const Again again = run_again_in_place(left, all);

@@ -96,7 +96,7 @@ class Call {
   torch::jit::Stack* stack_;
   const OldStorages& old_;
   Recording recording_;
-  Drawing drawing_;  // from the record of the generator's state until the op has drawn
+  Drawing drawing_;                // from the record of the generator's state until the op has drawn
   uint64_t ended_ = 0;             // ticks
   KeptArguments* kept_ = nullptr;  // null: the op is inside another one, which is tried again as a whole
 };

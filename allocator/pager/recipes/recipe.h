@@ -17,8 +17,8 @@
 
 namespace memmgr::pager {
 
-// Returns true where a backward may need the results of this thread's ops: in gradient mode, and in the compiled forward
-// of a training.
+// Returns true where a backward may need the results of this thread's ops: in gradient mode, and in the compiled
+// forward of a training.
 inline bool makes_recipes() { return c10::GradMode::is_enabled() || tl_compiled_forward; }
 
 // Describes the call on the stack before it runs. The cells of its large tensors are pinned and resident. Null: the op

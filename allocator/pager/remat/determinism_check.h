@@ -12,8 +12,8 @@ enum class Again : uint8_t {
   kOther,             // or the run failed
 };
 // Runs the recipe a second time and compares. `outputs`: the storages that the first run made; null: not compared.
-// `before`: the bytes that the op wrote to, as they were, for each such tensor. The inputs are resident and pinned. On a device gaps are
-// compared like all other words.
+// `before`: the bytes that the op wrote to, as they were, for each such tensor. The inputs are resident and pinned. On
+// a device gaps are compared like all other words.
 Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, std::vector<StoragePtr> before);
 
 // Does the same without room for a second result: the first result is freed, and the last one replaces it. No op has

@@ -287,8 +287,7 @@ void hand_out(const Recipe* r, Version* v, StoragePtr& made, const Version* targ
   TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->name(),
               " gave another size when it was run again. Please report this.");
   const bool simple = pointer_of(made.get()).get_deleter() == budget.pool->deleter();
-  TORCH_CHECK(simple, "memmgr: ", r->info->name(),
-              " gave memory that is not the pool's. Please report this.");
+  TORCH_CHECK(simple, "memmgr: ", r->info->name(), " gave memory that is not the pool's. Please report this.");
   if (v == target) {
     if (plan->uses[v] > 0) return;
     *result = std::move(pointer_of(made.get()));

@@ -157,8 +157,8 @@ std::vector<StoragePtr> run_launch(const Recipe& r, std::vector<Source> sources)
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
     const StoragePtr& s = storages[a.role == Role::kAlias ? static_cast<size_t>(a.element) : i];
-    words[a.argument] = reinterpret_cast<uintptr_t>(pointer_of(s.get()).get()) +
-                        static_cast<uintptr_t>(a.offset) * a.dtype.itemsize();
+    words[a.argument] =
+        reinterpret_cast<uintptr_t>(pointer_of(s.get()).get()) + static_cast<uintptr_t>(a.offset) * a.dtype.itemsize();
   }
   const Hold lock(lock_of(LockId::kLaunches));
   kCallers[r.args.size()](r.info->function.load(std::memory_order_relaxed), words.data());
