@@ -186,8 +186,7 @@ def _letter(argument_type: str) -> str:
 
 
 def _repeats(types: list[str], source: str) -> bool:
-    """Whether a kernel with this source writes the same bytes whenever its arguments have the same bytes. False where that
-    is not known.
+    """Returns true if a kernel with this source makes the same bytes of the same bytes. False where that is not known.
 
     A kernel that adds atomically, or stores at an index that it has computed from data, writes in the order of its threads.
     A floating-point argument is passed in another register, which a replay does not fill.

@@ -11,7 +11,8 @@ from .table import title
 
 # In the order of SYSTEMS, so that a system has its colour in every picture: greys and browns without a budget.
 _COLOURS = (
-    "#5b6472 #8c564b #c49c94 #b8b2a7 #e0a800 #7f7f00 #2a78b8 #8fc1e3 #2a9d6f #d0802a #b8434e #8a5fb0 #e377c2 #17a2b8 #a0c24a #6b4c9a #3d8b8b"
+    "#5b6472 #8c564b #c49c94 #b8b2a7 #e0a800 #7f7f00 #6b4c9a #3d8b8b #2a78b8 #8fc1e3 #2a9d6f #d0802a #b8434e #8a5fb0 #e377c2 "
+    "#17a2b8 #a0c24a"
 ).split()
 
 _HIGHEST = 3.0

@@ -44,7 +44,7 @@ class Recording {
   void note_run(double seconds);
   bool may_check(uint64_t bytes) const;
   // Rule 8: runs the recipe a second time at the first use of its signature, and compares the results. `made`: their
-  // storages; null: not compared. `bytes`: what the second run takes at least.
+  // storages; null: not compared. `bytes`: the least that the second run takes.
   void check(c10::ArrayRef<c10::StorageImpl*> made, uint64_t bytes);
   // Notes the end of a check, and if the results take little space as bits.
   void end_check(bool same, c10::ArrayRef<c10::StorageImpl*> made);

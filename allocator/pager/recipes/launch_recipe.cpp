@@ -10,7 +10,7 @@ namespace memmgr::pager {
 namespace {
 
 // Describes the arguments of a launch. The storage of an argument that is written has one entry with its bytes; other
-// views of it are aliases, since the kernel may read there what it has written.
+// views of it are aliases, since the kernel may read its own writes there.
 struct LaunchDescriber {
   Recipe* recipe;
   HashOf<false> hash;
