@@ -1,6 +1,6 @@
 """Puts the pager, compiled for the torch of each named Python, into a wheel.
 
-    python scripts/prebuilt.py WHEEL FOLDER [PYTHON ...]
+    python tools/house/prebuilt.py WHEEL FOLDER [PYTHON ...]
 
 Each PYTHON has torch and memmgr's other dependencies (psutil, numpy); the pager is made for its releases of both. The
 wheel, with these libraries in `memmgr/_prebuilt`, lies in FOLDER afterwards. For any other release it compiles at first use, as a

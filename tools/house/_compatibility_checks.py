@@ -16,7 +16,7 @@ from torch import nn
 
 import memmgr
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Scope:

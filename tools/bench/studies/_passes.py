@@ -1,4 +1,4 @@
-"""Made-up passes of many shapes for benchmarks/plan_quality.py: forward on a tape, backward from it, gradients added up.
+"""Made-up passes of many shapes for tools/bench/studies/plan_quality.py: forward on a tape, backward from it, gradients added up.
 
 Sizes and seconds are those of no machine; each op's derivative takes twice its time and reads the tensors that autograd
 would save.

@@ -1,6 +1,6 @@
 """Cost of the telemetry for a training step: interleaved chunks of steps in one process and one budget, as ratios.
 
-    python benchmarks/telemetry_cost.py [--rounds N] [--steps N] [--share 0.6] [--quick] [--json out.json]
+    python tools/bench/studies/telemetry_cost.py [--rounds N] [--steps N] [--share 0.6] [--quick] [--json out.json]
 
 Settings, each a chunk of steps in every round, in an order that rotates:
   nobody    the socket is there and no reader is connected

@@ -1,7 +1,7 @@
 """Writes docs/api.md from the public docstrings: `memmgr`, `memmgr.integrations`, the keys of `memmgr.stats()`.
 
-    python scripts/api_reference.py           # writes it
-    python scripts/api_reference.py --check   # exit code 1 if it is out of date
+    python tools/house/api_reference.py           # writes it
+    python tools/house/api_reference.py --check   # exit code 1 if it is out of date
 
 It reads the sources and imports nothing, so no optional package has to be there.
 """
@@ -16,13 +16,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
 SECTION = re.compile(r"(Args|Returns|Raises|Attributes|Yields):")
 ENTRY = re.compile(r"([\w, .*]+): (.*)")
 HEAD = """# API reference
 
-<!-- Made by scripts/api_reference.py from the docstrings: change those, then `make api`. -->
+<!-- Made by tools/house/api_reference.py from the docstrings: change those, then `make api`. -->
 
 What `import memmgr` and `memmgr.integrations` give. `memmgr.policies` is described in [policies.md](policies.md) and
 [writing_a_policy.md](writing_a_policy.md).

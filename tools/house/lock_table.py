@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DECLARED = ROOT / "allocator" / "pager" / "base" / "locks.def"
 PAGE = ROOT / "docs" / "develop" / "architecture.md"
 BEGIN, END = "<!-- locks.def -->\n", "<!-- end of locks.def -->\n"

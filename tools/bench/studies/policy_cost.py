@@ -1,6 +1,6 @@
 """Time of a decision: rank and pick among 10,000 candidates, by policy. Prints min and median, with the machine.
 
-    python benchmarks/policy_cost.py [--cells 10000] [--repeats 200]
+    python tools/bench/studies/policy_cost.py [--cells 10000] [--repeats 200]
 
 The goal is 2 ms for the victims of one request or of one look ahead (up to a tenth of all cells).
 """

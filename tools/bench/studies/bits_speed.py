@@ -1,6 +1,6 @@
 """Time to evict and restore a dropout mask as bits, compared with drawing it again.
 
-    python benchmarks/bits_speed.py [--rounds 20]
+    python tools/bench/studies/bits_speed.py [--rounds 20]
 
 Each round draws a mask of each size as dropout does (`bernoulli_`, `div_`), packs it, and unpacks it. Medians; "beyond
 two values" is the time to find that noise has more of them.

@@ -1,15 +1,15 @@
 """Checks the language of comments and docstrings; `make lint` runs it.
 
-    python scripts/check_words.py            # exit code 1 where one of the two checks fails
-    python scripts/check_words.py --show F   # the comments and docstrings of file F that count
-    python scripts/check_words.py --lower    # writes the counts to scripts/words.txt where they have fallen
+    python tools/house/check_words.py            # exit code 1 where one of the two checks fails
+    python tools/house/check_words.py --show F   # the comments and docstrings of file F that count
+    python tools/house/check_words.py --lower    # writes the counts to tools/house/words.txt where they have fallen
 
 Rules: each `rule N` that a source or a document cites is a rule of docs/develop/rules.md.
 
 Headless comments: a unit is a docstring (of a variable, too), or comment lines that follow each other. It counts if it
 contains the word `what`, `whatever`, `who`, `whoever` or `whom`, or if it begins with `Of`, `Whether`, `In whose` or
 `In which`: such a unit leaves the thing that it describes without a name. Text in backticks or double quotes does not
-count. scripts/words.txt holds the number of each folder. A number may only fall: the check fails if a folder has more, and
+count. tools/house/words.txt holds the number of each folder. A number may only fall: the check fails if a folder has more, and
 if it has fewer and the file was not lowered. docs/develop/style.md has the words to write instead.
 """
 
@@ -26,11 +26,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-COUNTS = ROOT / "scripts" / "words.txt"
+ROOT = Path(__file__).resolve().parents[2]
+COUNTS = ROOT / "tools" / "house" / "words.txt"
 RULES = ROOT / "docs" / "develop" / "rules.md"
 FOLDERS = ["allocator/core", "allocator/cuda", "allocator/include", "allocator/pager"]
-FOLDERS += ["benchmarks", "examples", "memmgr", "policies", "scripts", "tests", "tools"]
+FOLDERS += ["examples", "memmgr", "policies", "tests", "tools"]
 SOURCES = (".py", ".cpp", ".h", ".cu")
 WORST = 10  # files that a run prints
 
@@ -111,7 +111,7 @@ def counted() -> tuple[dict[str, int], Counter[str]]:
 
 
 def allowed() -> dict[str, int]:
-    """The numbers of scripts/words.txt."""
+    """The numbers of tools/house/words.txt."""
     pairs = (line.split() for line in COUNTS.read_text().splitlines())
     return {folder: int(number) for folder, number in pairs}
 
@@ -126,7 +126,7 @@ def differences(now: dict[str, int], before: dict[str, int]) -> list[str]:
                 f"{folder}: {new} headless comments, {old} allowed. Name the thing first (docs/develop/style.md)."
             )
         elif new < old:
-            found.append(f"{folder}: {new} headless comments, {old} allowed. Run scripts/check_words.py --lower.")
+            found.append(f"{folder}: {new} headless comments, {old} allowed. Run tools/house/check_words.py --lower.")
     return found
 
 

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "demo"
 PYTHON = PLACE / "venv" / "bin" / "python"
 TORCH = os.environ.get("TORCH") or "torch==2.13.0"
@@ -135,7 +135,7 @@ def file_of(line: str) -> str | None:
 def build() -> None:
     """The package, whose C++ files are compiled one by one, and the pager, which is one file."""
     digest = hashlib.sha256((PLACE / "packages").read_bytes())
-    for folder in ("allocator", "memmgr", "policies", "tools", "scripts"):
+    for folder in ("allocator", "memmgr", "policies", "tools"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())

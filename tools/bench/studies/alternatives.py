@@ -1,6 +1,7 @@
 """memmgr compared with its alternatives: peak, seconds a step, and whether the bits are those of plain torch.
 
-    python benchmarks/alternatives.py [--quick] [--json FILE] [--size tiny|small|large] [--steps 10] [--batch 4] [--threads N]
+    python tools/bench/studies/alternatives.py [--quick] [--json FILE] [--size tiny|small|large]
+                                               [--steps 10] [--batch 4] [--threads N]
 
 The GPT of `model_states.py`, fused AdamW. Every system trains in a process of its own, from the same beginning, and takes a
 step while the others wait; a ratio is of the same turn: median, with the quartiles. A system that cannot run has its reason.
@@ -150,7 +151,7 @@ def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe:
 
 def run_on_test_device(name: str, limit: int | None, size: str, batch: int, pipe: Connection) -> None:
     """The same where device and CPU have memories of their own. `memmgr` counts for all, and without a limit does no more."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
     from memdev import start
 
     os.environ["MEMMGR_DRIVER"] = str(start(mode="prompt", memory_bytes=8 << 30, poison=False).driver_path)

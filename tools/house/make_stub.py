@@ -11,7 +11,7 @@ from typing import Any
 
 from memmgr.native import binding
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "memmgr" / "native" / "_pager.pyi"
 CONSTANTS = ROOT / "memmgr" / "common" / "constants.py"
 WIDTH = 120

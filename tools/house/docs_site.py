@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from release import address_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ADDED = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages outside of docs/, and their names in the site."""
 

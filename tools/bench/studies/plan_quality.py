@@ -1,6 +1,7 @@
 """How good decisions are: the online policy and the planner, compared with DTR's and with the lower bound.
 
-    python benchmarks/plan_quality.py [--logs DIR] [--sections logs,floor,link,shapes,big,sensitivity] [--json FILE] [--quick]
+    python tools/bench/studies/plan_quality.py [--logs DIR]
+                                               [--sections logs,floor,link,shapes,big,sensitivity] [--json FILE] [--quick]
 
 Sections:
   logs         operator logs x ratios of the unmanaged peak, recompute only. dtr_eq and the lower bound are those of the logs'
@@ -75,7 +76,7 @@ class Point:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(os.environ.get("MEMMGR_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    beside = Path(os.environ.get("MEMMGR_SHARED", Path(__file__).resolve().parents[4] / "shared"))
     parser.add_argument("--logs", type=Path, default=beside / "dtr-logs")
     parser.add_argument("--sections", default="logs,floor,link,shapes,big,sensitivity")
     parser.add_argument("--json", type=Path)

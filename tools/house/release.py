@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 
 
@@ -62,7 +62,10 @@ def missing() -> list[str]:
     found = [
         f"pyproject.toml, [tool.memmgr.release]: {name} is empty" for name, value in settings().items() if not value
     ]
-    for name, line in (("CITATION.cff", f"version: {version}"), ("scripts/conda/meta.yaml", f'version = "{version}"')):
+    for name, line in (
+        ("CITATION.cff", f"version: {version}"),
+        ("tools/house/conda/meta.yaml", f'version = "{version}"'),
+    ):
         if line not in (ROOT / name).read_text():
             found.append(f"{name}: the version is not {version}")
     author = settings()["author"]
@@ -73,7 +76,7 @@ def missing() -> list[str]:
     if f"## {version}" not in (ROOT / "CHANGELOG.md").read_text():
         found.append(f"CHANGELOG.md: no section {version}")
     if "<!-- badges -->" in (ROOT / "README.md").read_text() and settings()["address"]:
-        found.append("README.md: the badges' place is empty; `python scripts/release.py --badges` prints them")
+        found.append("README.md: the badges' place is empty; `python tools/house/release.py --badges` prints them")
     return found
 
 

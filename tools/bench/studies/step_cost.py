@@ -1,6 +1,6 @@
 """Overhead of memmgr without evictions: op by op, and a step at 100 % of its need, as ratios of plain torch.
 
-    python benchmarks/step_cost.py [--quick] [--json FILE] [--only ops,full] [--steps 20] [--threads N]
+    python tools/bench/studies/step_cost.py [--quick] [--json FILE] [--only ops,full] [--steps 20] [--threads N]
 
 Sections:
   ops    microseconds an op over plain torch, without evictions. Plain and managed blocks take turns in one process.

@@ -1,8 +1,9 @@
 """Time of runs whose model states do not fit: steps of a fused AdamW, and tokens of `generate`, in less than they need.
 
-    python benchmarks/model_states.py [--quick] [--json FILE] [--only train,generate] [--variant amp,bf16,lora,accumulate]
+    python tools/bench/studies/model_states.py [--quick] [--json FILE] [--only train,generate]
+                                               [--variant amp,bf16,lora,accumulate]
                                       [--size tiny|small|large] [--steps 10] [--batch 4] [--threads N]
-    python benchmarks/model_states.py --only published --batch 1 --threads 1
+    python tools/bench/studies/model_states.py --only published --batch 1 --threads 1
 
 Sections:
   train     a GPT of 60 million parameters (`--size small`: 14) with dropout, fused AdamW, 256 tokens a sequence, `--batch` of

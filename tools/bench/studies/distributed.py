@@ -1,6 +1,6 @@
 """Time and memory of budgets in a distributed job: FSDP2 on two ranks, a pipeline on four.
 
-    python benchmarks/distributed.py [--size tiny|small|large] [--steps 5] [--only fsdp2,pipeline] [--json FILE]
+    python tools/bench/studies/distributed.py [--size tiny|small|large] [--steps 5] [--only fsdp2,pipeline] [--json FILE]
 
 Sections:
   fsdp2     a GPT of 60 million parameters (`small`: 19, `tiny`: 0.4) on two ranks over gloo: plain, in half of a rank's

@@ -1,6 +1,6 @@
 """How near memmgr plan comes to a live run: peak and step time of six small models on the CPU.
 
-    python benchmarks/plan_accuracy.py [--models GPT,LSTM] [--rounds 5] [--json FILE]
+    python tools/bench/studies/plan_accuracy.py [--models GPT,LSTM] [--rounds 5] [--json FILE]
 
 A model has a process of its own. There the step is traced on fake tensors first; then rounds follow, in each of which the table
 of its ops is measured and some live steps are taken, so that both see the same machine. Live is a budget without a limit. A

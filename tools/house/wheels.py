@@ -1,8 +1,8 @@
 """`make wheels`: one wheel with the pager for each release of torch and each Python, and a smoke test of each pair.
 
-    python scripts/wheels.py                            # all of TORCHES, all of PYTHONS
-    python scripts/wheels.py --torch 2.13.0 --python python3.11
-    python scripts/wheels.py --check dist/WHEEL         # the smoke tests alone
+    python tools/house/wheels.py                            # all of TORCHES, all of PYTHONS
+    python tools/house/wheels.py --torch 2.13.0 --python python3.11
+    python tools/house/wheels.py --check dist/WHEEL         # the smoke tests alone
 
 A pair that cannot be had on this machine is skipped, and a line at the end names the missing part. The pager is compiled
 against torch's headers, so no GPU is needed. The builds of torch for the CPU and for CUDA have names of their own, and
@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "wheels"
 TORCHES = tuple(f"2.{minor}.0{build}" for minor in range(11, 16) for build in ("+cpu", ""))
 PYTHONS = ("python3.11", "python3.12", "python3.13")

@@ -1,6 +1,6 @@
 """Measures models from files within a budget: memory as the kernel counts it, time, and bits.
 
-    python benchmarks/loaded.py [--hidden 768] [--layers 12] [--tokens 16] [--steps 4] [--only generate] [--json FILE]
+    python tools/bench/studies/loaded.py [--hidden 768] [--layers 12] [--tokens 16] [--steps 4] [--only generate] [--json FILE]
 
 A Llama in float32 lies in shards of safetensors, in the page cache. Every system runs in a process of its own, one after the
 other. `generate`: greedy decoding with a budget of a quarter of the weights; the first token, and the rate of the others.
