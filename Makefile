@@ -25,7 +25,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
+.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -105,11 +105,12 @@ test-foreign: setup ## other people's tests, plain and with everything evicted, 
 SANITIZED ?= tests/pager/test_graph.py tests/pager/test_rules.py tests/pager/test_names.py tests/pager/test_mapped.py \
   tests/pager/test_slices.py tests/pager/test_pending.py tests/pager/test_read_ahead.py tests/pager/test_forks.py
 SANITIZE := MEMMGR_CACHE=build/sanitized
-test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and UndefinedBehaviorSanitizer (SANITIZED="tests/pager")
+test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and UndefinedBehaviorSanitizer, and its threads under ThreadSanitizer (SANITIZED="tests/pager")
 	@CXX="g++ -fsanitize=address,undefined -g1" $(SANITIZE) $(PY) -c 'from memmgr.native import binding; binding.load()' >/dev/null 2>&1 || true
 	$(SANITIZE) ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(VENV)/bin/pytest -q --capture=sys -m "not slow" -p no:cacheprovider $(SANITIZED) $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -q -p no:cacheprovider tests/pager/test_threads_stress.py
 
 soak: setup ## a thousand steps, an hour of random threads that allocate, seed, train and fork, an hour of random ranks (SOAK_SECONDS=600)
 	MEMMGR_SOAK_SECONDS=$(or $(SOAK_SECONDS),3600) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/exactness/test_long_run.py \
@@ -148,15 +149,19 @@ compatibility: setup ## a small training with each framework, into docs/compatib
 	$(PY) tools/house/compatibility.py
 
 # mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
-lint: setup ## ruff, clang-format, the words of comments, mypy --strict
+lint: setup ## ruff, clang-format, the words of comments, the length of functions, mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	$(PY) tools/house/check_words.py
+	$(PY) tools/house/check_functions.py
 	@rm -rf build/typed && mkdir -p build/typed/memmgr
 	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/|| exit 1; done
 	@ln -s ../../../policies ../../../tools build/typed/memmgr/
 	cd build/typed && ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p memmgr
+
+measures: ## how easily somebody else can work in this tree, as a table
+	@$(PYTHON) tools/house/measures.py
 
 stub: setup ## the types and the constants of the pager from its module
 	$(PY) tools/house/make_stub.py

@@ -65,8 +65,9 @@ def in_turns(systems: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], tu
             wrong = answer(system)
             rows[system] = {"turns": []} if wrong is None else {"error": wrong}
         going = [system for system, row in rows.items() if "error" not in row]
-        for _ in range(turns):
-            for system in going:
+        for turn in range(turns):
+            first = turn % max(1, len(going))  # another one begins each time
+            for system in (*going[first:], *going[:first]):
                 rows[system]["turns"].append(ask(system, True))
         for system in going:
             rows[system] |= ask(system, False)

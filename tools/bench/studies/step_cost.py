@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -24,7 +23,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +34,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import MODELS
+from _training import MODELS, Run, digest_of
+from _turns import in_turns, take_turns
 
 import memmgr
 from memmgr.api import budget as budgets
@@ -100,8 +100,20 @@ class System:
     limit: int | None = None
 
 
+@dataclass
+class _Step:
+    """One training step a turn."""
+
+    run: Run
+
+    def turn(self) -> dict[str, float]:
+        begun = time.perf_counter()
+        self.run.step()
+        return {"step": time.perf_counter() - begun}
+
+
 def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
-    """A child: a step for each message until there is none, and its results at the end."""
+    """In the system's process: a step a turn, and its results at the end."""
     torch.set_num_threads(threads)
     managed = memmgr.budget(f"{system.limit}B", quiet=True) if system.limit else None
     with managed or contextlib.nullcontext():
@@ -109,13 +121,7 @@ def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
         for _ in range(WARM_STEPS):
             run.step()
         before = memmgr.stats()
-        pipe.send(None)
-        steps = 0
-        while pipe.recv():
-            begun = time.perf_counter()
-            run.step()
-            pipe.send(time.perf_counter() - begun)
-            steps += 1
+        steps = take_turns(_Step(run), pipe)
         told: dict[str, Any] = {}
         if managed is not None:
             after = memmgr.stats()
@@ -126,51 +132,25 @@ def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
             plan = runtime.plans.latest()
             if plan is not None:
                 told |= {"predicted": plan.overhead, "bound": plan.lower_bound}
-    sha = hashlib.sha256()
-    for parameter in run.model.parameters():
-        sha.update(parameter.detach().numpy().tobytes())
-    pipe.send({**told, "digest": sha.hexdigest()})
-
-
-@contextlib.contextmanager
-def _children(systems: list[System], quick: bool, threads: int) -> Iterator[dict[str, Connection]]:
-    context = multiprocessing.get_context("spawn")
-    pipes, children = {}, []
-    for system in systems:
-        pipes[system.name], theirs = context.Pipe()
-        children.append(context.Process(target=_train, args=(system, quick, threads, theirs), daemon=True))
-        children[-1].start()
-        pipes[system.name].recv()  # warm
-    yield pipes
-    for child in children:
-        child.join()
+    pipe.send({**told, "digest": digest_of(run.model.parameters())})
 
 
 def turns(systems: list[System], quick: bool, threads: int, steps: int) -> dict[str, dict[str, Any]]:
-    """For each system: ratios to the first one, turn by turn, and its message at the end."""
-    names = [system.name for system in systems]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with _children(systems, quick, threads) as pipes:
-        for turn in range(steps):
-            first = turn % len(names)
-            for name in (*names[first:], *names[:first]):
-                pipes[name].send(True)
-                seconds[name].append(pipes[name].recv())
-        told = {}
-        for name in names:
-            pipes[name].send(False)
-            told[name] = pipes[name].recv()
-    plain = names[0]
-    digests = {name: told[name].pop("digest") for name in names}
-    return {
-        name: {
-            "seconds": seconds[name],
-            "ratios": [mine / other for mine, other in zip(seconds[name], seconds[plain], strict=True)],
-            "same": digests[name] == digests[plain],
-            **told[name],
-        }
-        for name in names
-    }
+    """For each system: ratios to the first one, turn by turn, and its results.
+
+    Raises:
+        RuntimeError: a system cannot run.
+    """
+    rows = in_turns({system.name: (_train, (system, quick, threads)) for system in systems}, steps)
+    for name, row in rows.items():
+        if "error" in row:
+            raise RuntimeError(f"{name}: {row['error']}")
+        row["seconds"] = [turn["step"] for turn in row.pop("turns")]
+    plain = rows[systems[0].name]
+    for row in rows.values():
+        row["ratios"] = [mine / other for mine, other in zip(row["seconds"], plain["seconds"], strict=True)]
+        row["same"] = row["digest"] == plain["digest"]
+    return rows
 
 
 def needs(model: str, quick: bool) -> int:

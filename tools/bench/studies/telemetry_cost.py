@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,33 +130,40 @@ def interval(ratios: list[float]) -> float:
     return (medians[1949] - medians[50]) / 2
 
 
-def main() -> None:
-    """Runs the rounds and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=10, help="least steps of a chunk")
-    parser.add_argument("--share", type=float, default=0.6, help="the budget, of what the training needs")
-    parser.add_argument("--quick", action="store_true", help="a small model")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+@dataclass
+class Rounds:
+    """The figures by kind of measure and setting, a value a round.
+
+    Attributes:
+        share: by setting, the telemetry thread's processor time over the time of the chunk.
+        steps: of a chunk.
+    """
+
+    found: dict[str, dict[str, list[float]]]
+    share: dict[str, list[float]]
+    steps: int
+
+
+def measured(rounds: int, least_steps: int, limit: int, quick: bool) -> Rounds:
+    """A chunk of steps under each setting in turn, in one budget."""
     ours = counters()
-    measures = ("wall", "process", *ours)
-    found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in SETTINGS} for kind in measures}
+    found: dict[str, dict[str, list[float]]] = {
+        kind: {name: [] for name in SETTINGS} for kind in ("wall", "process", *ours)
+    }
     share: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    limit = int(need(args.quick) * args.share)
     with memmgr.budget(limit, quiet=True):
         address = str(stream.socket_of(os.getpid()))
         reader = subprocess.Popen(
             [sys.executable, "-S", "-c", _READER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert reader.stdin is not None and reader.stdout is not None
-        step = training(args.quick)
+        step = training(quick)
         for _ in range(5):
             begun = time.perf_counter()
             step()
         # A reader asks for a sample twice a second, so a shorter chunk would meet none.
-        steps = max(args.steps, math.ceil(LEAST_SECONDS / (time.perf_counter() - begun)))
-        for r in range(args.rounds):
+        steps = max(least_steps, math.ceil(LEAST_SECONDS / (time.perf_counter() - begun)))
+        for r in range(rounds):
             turn = r % len(SETTINGS)
             for name in SETTINGS[turn:] + SETTINGS[:turn]:
                 reader.stdin.write(name + "\n")
@@ -178,23 +186,39 @@ def main() -> None:
         reader.wait(30)
         reader.stdout.close()
         del step
+    return Rounds(found, share, steps)
+
+
+def table(of: Rounds) -> list[dict[str, Any]]:
+    """Prints a row a setting, as ratios to `nobody`, and returns the rows."""
     rows: list[dict[str, Any]] = []
-    print(
-        f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; ",
-        end="",
-    )
-    print(f"budget {args.share:.0%} of the need; {args.rounds} rounds of {steps} steps; ratios to 'nobody'")
-    print(f"{'':<9}{'step':>10}" + "".join(f"   {kind:^17}" for kind in measures) + "   telemetry's thread")
+    print(f"{'':<9}{'step':>10}" + "".join(f"   {kind:^17}" for kind in of.found) + "   telemetry's thread")
     for name in SETTINGS:
-        row: dict[str, Any] = {"setting": name, "step_ms": 1e3 * statistics.median(found["wall"][name])}
+        row: dict[str, Any] = {"setting": name, "step_ms": 1e3 * statistics.median(of.found["wall"][name])}
         line = f"{name:<9}{row['step_ms']:8.2f}ms"
-        for kind in measures:
-            ratios = [a / b for a, b in zip(found[kind][name], found[kind]["nobody"], strict=True)]
+        for kind, by_setting in of.found.items():
+            ratios = [a / b for a, b in zip(by_setting[name], by_setting["nobody"], strict=True)]
             row[f"{kind}_ratio"], row[f"{kind}_half_width"] = statistics.median(ratios), interval(ratios)
             line += f"   {row[f'{kind}_ratio']:.4f} +- {row[f'{kind}_half_width']:.4f}"
-        row["telemetry_thread_share"] = statistics.mean(share[name])
+        row["telemetry_thread_share"] = statistics.mean(of.share[name])
         rows.append(row)
         print(f"{line}   {row['telemetry_thread_share']:8.3%}")
+    return rows
+
+
+def main() -> None:
+    """Runs the rounds and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=10, help="least steps of a chunk")
+    parser.add_argument("--share", type=float, default=0.6, help="the budget, of what the training needs")
+    parser.add_argument("--quick", action="store_true", help="a small model")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    of = measured(args.rounds, args.steps, int(need(args.quick) * args.share), args.quick)
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f};")
+    print(f"budget {args.share:.0%} of the need; {args.rounds} rounds of {of.steps} steps; ratios to 'nobody'")
+    rows = table(of)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 
