@@ -440,6 +440,39 @@ def test_what_a_user_reads_names_no_file_of_the_repository() -> None:
                 assert not named or "DATE" in line, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
+HOMES = (
+    "",
+    "allocator",
+    "allocator/include",
+    "allocator/pager",
+    "allocator/core",
+    "memmgr",
+    "tools",
+    "tests",
+    "policies",
+    "docs",
+)
+"""Folders that pages for developers leave out of a file's name."""
+
+
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("develop/*.md")), ROOT / "CONTRIBUTING.md"], ids=_name)
+def test_files_and_names_in_pages_for_developers_exist(page: Path) -> None:
+    """`folder/file.cpp`, and `file.cpp`: `name`, or `name` (`file.cpp`): a move or a rename mends the page."""
+    text = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.MULTILINE)
+    sources = r"`([\w./-]+\.(?:cpp|h|py|def))`"
+    for path in re.findall(sources, text):
+        assert "/" not in path or any((ROOT / home / path).is_file() for home in HOMES), path
+    pairs = re.findall(sources + r": ?((?:(?:, )?`[\w:.]+(?:\(\))?`)+)", text)
+    pairs += [(path, names) for names, path in re.findall(r"(`[\w:.]+(?:\(\))?`) \(" + sources + r"\)", text)]
+    for path, names in pairs:
+        file = next((ROOT / home / path for home in HOMES if (ROOT / home / path).is_file()), None)
+        if file is None:
+            continue
+        unit = "".join(f.read_text() for f in (file, file.with_suffix(".h"), file.with_suffix(".cpp")) if f.is_file())
+        for name in re.findall(r"[\w:.]+", names.replace("()", "")):
+            assert re.search(rf"\b{re.split('[.:]+', name)[-1]}\b", unit), f"{path}: {name}"
+
+
 def test_comments_name_pages_that_there_are() -> None:
     sources = [p for name in ("tests", "tools/bench/studies", "tools/house") for p in (ROOT / name).rglob("*.py")]
     for path in [*sources, ROOT / "CHANGELOG.md"]:
