@@ -1,5 +1,6 @@
-"""Prefetchers: the offloaded cells to restore now. They act in the simulator, which asks, copies, and asks again; live, plans read
-ahead.
+"""Prefetchers: the offloaded cells to restore now. They act in the simulator, which asks, copies, and asks again.
+
+Live, plans read ahead.
 """
 
 from __future__ import annotations
