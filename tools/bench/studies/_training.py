@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from memmgr.tools.bench.cell import digest_of
 from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 
@@ -76,14 +76,6 @@ def small_ops(quick: bool) -> Run:
 
 
 MODELS = {"100 us ops": heavy, "10 us ops": small_ops, "launch-bound": launch_bound}
-
-
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of their bytes."""
-    sums = hashlib.sha256()
-    for tensor in tensors:
-        sums.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sums.hexdigest()
 
 
 SIZES = {

@@ -10,7 +10,6 @@ import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -89,13 +88,3 @@ def _run(function: Callable[..., None], arguments: tuple[Any, ...], pipe: Connec
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
         traceback.print_exc()
-
-
-def memory(name: str) -> int:
-    """Bytes of the resident set: VmRSS, or VmHWM, the most since `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")

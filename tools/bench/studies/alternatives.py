@@ -36,10 +36,11 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
 from _training import FP32, SIZES, recomputed
-from _turns import forget_peak, in_turns, memory, take_turns
+from _turns import in_turns, take_turns
 from model_states import needs
 
 import memmgr
+from memmgr.tools.bench.cell import forget_peak, memory_of
 
 TO_CPU = "offloads to the CPU, which is the device here: can save nothing"
 
@@ -134,7 +135,7 @@ def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe:
     system = SYSTEMS[name]
     system.make("tiny", 1).turn()  # loads its imports and threads before memory is measured
     gc.collect()
-    there = memory("VmRSS")
+    there = memory_of("VmRSS")
     with memmgr.budget(limit, quiet=True) if limit is not None else contextlib.nullcontext() as mm:
         workload = system.make(size, batch)
         begins_as = workload.parameters_digest()
@@ -142,7 +143,7 @@ def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe:
             workload.turn()
         forget_peak()
         take_turns(workload, pipe)
-        told: dict[str, Any] = {"peak_bytes": memory("VmHWM") - there}
+        told: dict[str, Any] = {"peak_bytes": memory_of("VmHWM") - there}
         if mm is not None:
             told["peak_of_limit"] = mm.stats()["resident_bytes.peak"] / mm.stats()["budget_bytes"]
     told["trained"] = workload.parameters_digest() != begins_as

@@ -37,10 +37,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import digest_of
 from _turns import in_turns, take_turns
 
 import memmgr
+from memmgr.tools.bench.cell import digest_of
 from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 SIZES = {"tiny": (2, 128, 64), "small": (6, 512, 128), "large": (12, 640, 128)}  # layers, width, tokens a sequence

@@ -32,10 +32,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import digest_of
-from _turns import forget_peak, memory
 
 import memmgr
+from memmgr.tools.bench.cell import digest_of, forget_peak, memory_of
 
 SPARE = 64_000_000
 PROMPT = 8
@@ -93,7 +92,7 @@ def generate(load: Callable[..., Any], managed: bool, folder: str, limit: int | 
         begun = time.perf_counter()
         tokens = model.generate(prompt, max_new_tokens=args.tokens, **asked)
         seconds = time.perf_counter() - begun
-        peak, counted = memory("VmHWM"), stats()
+        peak, counted = memory_of("VmHWM"), stats()
     return {
         "peak": peak,
         "first_seconds": first,
@@ -132,7 +131,7 @@ def train(adapter: bool, folder: str, limit: int | None, args: Any) -> dict[str,
         begun = time.perf_counter()
         Trainer(model=model, args=about, train_dataset=Batches()).train()
         seconds = time.perf_counter() - begun
-        peak, counted = memory("VmHWM"), stats()
+        peak, counted = memory_of("VmHWM"), stats()
     return {
         "peak": peak,
         "first_seconds": 0.0,
@@ -173,7 +172,7 @@ def child(kind: str, name: str, folder: str, limit: int | None, args: Any, pipe:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             KINDS[kind][name][0](str(Path(folder) / TINY), limit, args)
             gc.collect()
-            there = memory("VmRSS")
+            there = memory_of("VmRSS")
             forget_peak()
             found = KINDS[kind][name][0](folder, limit, args)
         found["peak"] -= there

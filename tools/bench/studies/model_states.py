@@ -49,12 +49,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import SIZES, VARIANTS, digest_of
+from _training import SIZES, VARIANTS
 from _turns import in_turns, take_turns
 
 import memmgr
 from memmgr.api import budget as budgets
 from memmgr.telemetry.trace_file import read_trace
+from memmgr.tools.bench.cell import digest_of
 
 TOKENS = 12
 PIECE = 4 << 20

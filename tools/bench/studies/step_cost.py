@@ -34,11 +34,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import MODELS, Run, digest_of
+from _training import MODELS, Run
 from _turns import in_turns, take_turns
 
 import memmgr
 from memmgr.api import budget as budgets
+from memmgr.tools.bench.cell import digest_of
 
 WARM_STEPS = 8
 ROUNDS = 15
