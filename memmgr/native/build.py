@@ -58,7 +58,7 @@ def package_sources(name: str, first: str) -> Path:
 
 
 def prebuilt(name: str) -> Path:
-    """Where a wheel that carries the library `name` has it; `scripts/prebuilt.py` puts it there."""
+    """Where a wheel that carries the library `name` has it; `tools/house/prebuilt.py` puts it there."""
     return Path(str(importlib.resources.files("memmgr") / "_prebuilt" / f"{name}.so"))
 
 

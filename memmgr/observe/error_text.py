@@ -170,45 +170,19 @@ def is_full(failed: tuple[str, str]) -> bool:
     return failed[1] == _FULL
 
 
-def _where_states_stay(held: Holdings, so_far_bytes: int, ahead: Ahead) -> int:
-    """The bytes of a step without a tier; `so_far_bytes`: its peak so far."""
-    states = held.states_bytes + held.missing_bytes
-    least = states + max(held.step_bytes, states // LEAST_WORK)
-    if ahead.states_stay_bytes is not None:
-        return max(least, int(SPARE * ahead.states_stay_bytes))
-    extra = max(0, so_far_bytes - held.states_bytes)
-    kept = min(held.kinds.get("other tensors", 0), extra)  # batches, most likely: a step has no more of them
-    return max(least, states + kept + int(UNSEEN * (extra - kept)))
+TOP = 4
+"""So many kinds of holders are named, and half as many modules."""
 
 
-def budget_error(
-    first: str,
-    held: Holdings,
-    *,
-    budget_bytes: int,
-    floor_bytes: int = 0,
-    untried_bytes: int = 0,
-    there_bytes: int = 0,
-    failed: tuple[str, str] | None = None,
-    below_bytes: int = 0,
-    room_bytes: int = 0,
-    ahead: Callable[[], Ahead] = Ahead,
-    binary: bool = False,
-    states_stay: bool = True,
-    compiled: str = "",
-    hidden_bytes: int = 0,
-    op: FailedOp = FailedOp(),  # frozen
-    exports: Exports = Exports(),  # frozen
-    trains: bool = True,
-    fixed: str = "",
-) -> BudgetError:
-    """The error of a budget that is too small, in the middle of a run or when it is opened.
+@dataclass(frozen=True)
+class Spent:
+    """A budget that is too small, in the middle of a run or when it is opened: all that its error is written from.
 
-    Args:
+    Attributes:
         first: torch's own words for it.
         held: the holders of the memory.
         budget_bytes: the budget.
-        floor_bytes: the most that could not have left so far, in bytes.
+        so_far_bytes: the most that could not have left so far, in bytes.
         untried_bytes: where an op would have had room for its second run, without which nothing of it can be made again.
         there_bytes: resident bytes before the budget opened; 0 when it is open.
         failed: the tier that failed, "disk" or "host", and why; None: none did.
@@ -225,109 +199,180 @@ def budget_error(
         fixed: the memory that counts and is not torch's, by owner, with sizes; empty: there is little of it.
     """
 
-    def size(count: int) -> str:
-        return show_size(count, binary=binary)
+    first: str
+    held: Holdings
+    budget_bytes: int
+    so_far_bytes: int = 0
+    untried_bytes: int = 0
+    there_bytes: int = 0
+    failed: tuple[str, str] | None = None
+    below_bytes: int = 0
+    room_bytes: int = 0
+    ahead: Callable[[], Ahead] = Ahead
+    binary: bool = False
+    states_stay: bool = True
+    compiled: str = ""
+    hidden_bytes: int = 0
+    op: FailedOp = FailedOp()  # frozen
+    exports: Exports = Exports()  # frozen
+    trains: bool = True
+    fixed: str = ""
 
-    tier, why = failed or ("", "")
-    saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
-    short = failed is not None and is_full(failed) and saved > 0
-    floor = max(floor_bytes, there_bytes)
-    tight = 0 < room_bytes < held.states_bytes + held.missing_bytes
-    if states_stay:
-        floor = max(floor, there_bytes + held.missing_bytes, held.states_bytes + held.missing_bytes)
-    kinds = held.kinds | ({"workspaces of libraries": hidden_bytes} if hidden_bytes else {})
-    split = ", ".join(f"{name} {size(part)}" for name, part in sorted(kinds.items(), key=lambda item: -item[1]))
-    modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)
-    out = f"the {tier} tier below it is full: no space left" if short else "nothing more can leave"
-    what = f"memmgr: the budget of {size(budget_bytes)} is spent, and {out}."
-    if there_bytes:
-        what += f" {size(there_bytes)} are on the device already."
-    if failed is not None and not short:
-        what += f" The {tier} tier failed: {why}."
-    lines = [
-        f"{first} {what}".strip(),
-        f"Held now: {split or 'nothing that Python can see'}."
-        + (f" Parameters and buffers by module: {modules}." if modules else "")
-        + (
-            f" Still to come: {size(held.missing_bytes)} of gradients and optimizer state."
-            if held.missing_bytes
-            else ""
-        ),
-    ]
-    if compiled:
-        lines.append(
-            f"This is inside a compiled {compiled}: what its graph is given and makes stays until it returns. Without "
-            "torch.compile, or with smaller parts compiled one by one, less is needed."
-        )
-    if fixed:
-        lines.append(
-            f"Tensors over memory that cannot leave: {fixed}. A tensor that `.clone()` makes of one can leave."
-        )
-    grows = exports.count > 1
-    if grows:
-        lines.append(
-            f"{exports.by} has the addresses of {exports.count} tensors that hold {size(exports.nbytes)}. They stay in "
-            f"memory while it has them: each further one takes about {size(exports.each_bytes)} more."
-            + ("" if exports.left is None else f" Its loop has {exports.left} more to come.")
-        )
-    tier_bytes = below_bytes + saved if short else 0
-    if short:
-        movable = "are saved for backward" if states_stay else "could leave"
-        option = "disk=(folder, size), --disk-size" if tier == "disk" else "host=, --host"
-        lines.append(
-            f"More {tier}, not more budget: {size(saved)} that {movable} had no room below. A {tier} tier of "
-            f"{size(tier_bytes)} would have held them ({option}); the rest of the run may need more."
-        )
+    def error(self) -> BudgetError:
+        """The error: the request, the largest holders with the floor, and, written when it is read, a budget that should do."""
+        error = BudgetError(f"{self._request()}\n{self._holders()}")
+        error.floor_bytes, error.budget_bytes, error.tier_bytes = self.floor_bytes, self.budget_bytes, self.tier_bytes
+        error.told_later(self._advice)
+        return error
 
-    def rest() -> tuple[int, str]:
-        coming = ahead()
-        # No op has run yet if the budget opens over resident memory: the op that needs most is known where a forward has begun.
-        known = bool(coming.call) or (trains and (coming.known or (held.step_bytes > 0 and not there_bytes)))
+    def size(self, count: int) -> str:
+        return show_size(count, binary=self.binary)
+
+    @property
+    def _saved_bytes(self) -> int:
+        """Those that could leave if there were room below."""
+        kinds = self.held.kinds
+        return kinds.get("saved for backward", 0) if self.states_stay else sum(kinds.values())
+
+    @property
+    def short(self) -> bool:
+        """The tier below is full: it is too small, and not the budget."""
+        return self.failed is not None and is_full(self.failed) and self._saved_bytes > 0
+
+    @property
+    def tier_bytes(self) -> int:
+        """A tier that would have done, in bytes, where it is too small; else 0."""
+        return self.below_bytes + self._saved_bytes if self.short else 0
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that would have worked so far."""
+        floor = max(self.so_far_bytes, self.there_bytes)
+        if self.states_stay:
+            missing = self.held.missing_bytes
+            floor = max(floor, self.there_bytes + missing, self.held.states_bytes + missing)
+        return floor
+
+    def _request(self) -> str:
+        tier, why = self.failed or ("", "")
+        out = f"the {tier} tier below it is full: no space left" if self.short else "nothing more can leave"
+        said = f"{self.first} memmgr: the budget of {self.size(self.budget_bytes)} is spent, and {out}."
+        if self.there_bytes:
+            said += f" {self.size(self.there_bytes)} are on the device already."
+        if self.failed is not None and not self.short:
+            said += f" The {tier} tier failed: {why}."
+        return said.strip()
+
+    def _holders(self) -> str:
+        hidden = {"workspaces of libraries": self.hidden_bytes} if self.hidden_bytes else {}
+        kinds = sorted((self.held.kinds | hidden).items(), key=lambda item: -item[1])
+        top = [f"{name} {self.size(part)}" for name, part in kinds[:TOP]]
+        if kinds[TOP:]:
+            top.append(f"{len(kinds) - TOP} other kinds {self.size(sum(part for _, part in kinds[TOP:]))}")
+        said = f"Held now: {', '.join(top) or 'nothing that Python can see'}"
+        modules = ", ".join(f"{name} {self.size(part)}" for name, part in self.held.modules[: TOP // 2])
+        if modules:
+            said += f" (largest modules: {modules})"
+        return f"{said}. Floor so far: {self.size(round_up(self.floor_bytes, binary=self.binary))}."
+
+    def _details(self) -> list[str]:
+        """Why so much is needed: `memmgr doctor --explain` prints it."""
+        said = []
+        if self.held.missing_bytes:
+            said.append(f"Still to come: {self.size(self.held.missing_bytes)} of gradients and optimizer state.")
+        if self.compiled:
+            said.append(
+                f"This is inside a compiled {self.compiled}: what its graph is given and makes stays until it returns. Without "
+                "torch.compile, or with smaller parts compiled one by one, less is needed."
+            )
+        if self.fixed:
+            said.append(
+                f"Tensors over memory that cannot leave: {self.fixed}. A tensor that `.clone()` makes of one can leave."
+            )
+        exports = self.exports
+        if exports.count > 1:
+            said.append(
+                f"{exports.by} has the addresses of {exports.count} tensors that hold {self.size(exports.nbytes)}. They stay in "
+                f"memory while it has them: each further one takes about {self.size(exports.each_bytes)} more."
+                + ("" if exports.left is None else f" Its loop has {exports.left} more to come.")
+            )
+        if self.short:
+            movable = "are saved for backward" if self.states_stay else "could leave"
+            said.append(f"{self.size(self._saved_bytes)} that {movable} had no room below.")
+        return said
+
+    def _where_states_stay(self, coming: Ahead) -> int:
+        """The bytes of a step without a tier."""
+        held = self.held
+        states = held.states_bytes + held.missing_bytes
+        least = states + max(held.step_bytes, states // LEAST_WORK)
+        if coming.states_stay_bytes is not None:
+            return max(least, int(SPARE * coming.states_stay_bytes))
+        extra = max(0, max(self.so_far_bytes, self.there_bytes) - held.states_bytes)
+        kept = min(held.kinds.get("other tensors", 0), extra)  # batches, most likely: a step has no more of them
+        return max(least, states + kept + int(UNSEEN * (extra - kept)))
+
+    def _known(self, coming: Ahead) -> bool:
+        """The largest op is known where a forward has begun; no op has run yet if the budget opens over resident memory."""
+        begun = coming.known or (self.held.step_bytes > 0 and not self.there_bytes)
+        return bool(coming.call) or (self.trains and begun)
+
+    def _enough(self, coming: Ahead) -> tuple[int, list[str]]:
+        """The budget to name, in bytes, and sentences about its room beside the op or the step."""
+        held, op, exports, floor = self.held, self.op, self.exports, self.floor_bytes
+        known = self._known(coming)
         # The exports and kept tensors of a step are free by the next one; without an optimizer there may be no next one.
-        trained = trains and known and held.step_bytes > 0
+        trained = self.trains and known and held.step_bytes > 0
         kept = held.kinds.get("other tensors", 0) + held.kinds.get("saved for backward", 0)
-        kept = max(0, kept - op.read_bytes - exports.nbytes) if states_stay and not trained else 0
-        if states_stay or tight or short:  # a tier without room for the states is not counted on
-            step = _where_states_stay(held, max(floor_bytes, there_bytes), coming)
+        kept = max(0, kept - op.read_bytes - exports.nbytes) if self.states_stay and not trained else 0
+        tight = 0 < self.room_bytes < held.states_bytes + held.missing_bytes
+        if self.states_stay or tight or self.short:  # a tier without room for the states is not counted on
+            step = self._where_states_stay(coming)
         else:
             step = int(SPARE * max(floor, coming.op_bytes, held.update_bytes))
-        enough = max(floor, step, untried_bytes) if known or there_bytes or held.step_bytes else floor
-        if not trained and not there_bytes and not coming.rehearsed:
+        enough = max(floor, step, self.untried_bytes) if known or self.there_bytes or held.step_bytes else floor
+        if not trained and not self.there_bytes and not coming.rehearsed:
             enough = max(enough, floor + MORE * op.result_bytes)
         if not trained and op.result_bytes:
             enough += kept + exports.coming_bytes
+        grows = exports.count > 1
         calls = 0 if grows else coming.calls
         if calls:  # concatenating reads all results and makes as many bytes
             enough = max(enough, int(SPARE * 2 * calls * coming.returns_bytes))
-        enough = round_up(enough + hidden_bytes, binary=binary)
-        named = f"budget of {size(enough)} ({enough} bytes)"
-        without = "Without that a" if short else "A"
-        room = f"{MORE} times as many more" if exports.left is None else "all of them"
-        more = f" That leaves room for {room}." if grows and not trained else ""
+        more = []
+        if grows and not trained:
+            room = f"{MORE} times as many more of them" if exports.left is None else "all of them"
+            more.append(f"The named budget leaves room for {room}.")
         if kept:
-            more += (
-                f" The {size(kept)} that are kept cannot leave without a tier below: there is room for as much again."
+            more.append(
+                f"The {self.size(kept)} that are kept cannot leave without a tier below: there is room for as much again."
             )
-        if known and not coming.call:
-            return enough, f"{without} {named} should do for a whole step.{more}"
-        if known:
-            them = f", and to put together what {calls} of them return" if calls > 1 else ""
-            after = f"{them}; what comes after it is not known.{more}"
-            return enough, f"{without} {named} should do for this call of {coming.call}{after}"
-        if op.result_bytes and not there_bytes:
-            least = op.need_bytes if op.need_bytes > budget_bytes else floor
-            least_words = size(round_up(least + hidden_bytes, binary=binary))
-            what = f"This op ({op.name})" if op.name else "This request"
-            return enough, (
-                f"{what} needs {least_words}. {without} {named} should do for it and for ops on results like its own; "
-                f"the rest of the run may need more.{more} `memmgr run` without --budget measures what it needs."
-            )
-        return enough, (
-            f"{without} budget of at least {size(enough)} ({enough} bytes) is needed, and the rest of the run may need more: "
-            "what its largest op takes is known where a forward has begun. `memmgr run` without --budget measures what it needs."
-        )
+        return round_up(enough + self.hidden_bytes, binary=self.binary), more
 
-    error = BudgetError("\n".join(lines))
-    error.floor_bytes, error.budget_bytes, error.tier_bytes = floor, budget_bytes, tier_bytes
-    error.told_later(rest)
-    return error
+    def _advice(self) -> tuple[int, str, tuple[str, ...]]:
+        """The budget that is named, in bytes, the line that names it, and the sentences of `memmgr doctor --explain`."""
+        coming = self.ahead()
+        enough, more = self._enough(coming)
+        details = (*self._details(), *more)
+        named, without, before = f"budget of {self.size(enough)} ({enough} bytes)", "A", ""
+        if self.short and self.failed is not None:
+            tier = self.failed[0]
+            option = "disk=(folder, size), --disk-size" if tier == "disk" else "host=, --host"
+            before = f"More {tier}, not more budget: a {tier} tier of {self.size(self.tier_bytes)} ({option}). "
+            without = "Without that a"
+        if self._known(coming):
+            calls = 0 if self.exports.count > 1 else coming.calls
+            them = f", and to put together what {calls} of them return" if calls > 1 else ""
+            use = f"this call of {coming.call}{them}; what comes after it is not known." if coming.call else ""
+            return enough, f"{before}{without} {named} should do for {use or 'a whole step.'}", details
+        op, floor = self.op, self.floor_bytes
+        measure = "`memmgr run` without --budget measures what it needs."
+        if op.result_bytes and not self.there_bytes:
+            least = op.need_bytes if op.need_bytes > self.budget_bytes else floor
+            needs = self.size(round_up(least + self.hidden_bytes, binary=self.binary))
+            what = f"This op ({op.name})" if op.name else "This request"
+            said = f"{what} needs {needs}. {before}{without} {named} should do for it and for ops on results like its own; "
+            return enough, f"{said}the rest of the run may need more. {measure}", details
+        named = named.replace("budget of", "budget of at least", 1)
+        said = f"{before}{without} {named} is needed, and the rest of the run may need more: "
+        return enough, f"{said}what its largest op takes is known where a forward has begun. {measure}", details

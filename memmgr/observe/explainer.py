@@ -21,7 +21,7 @@ from .error_text import (
     Exports,
     FailedOp,
     Holdings,
-    budget_error,
+    Spent,
     failed_tier,
     is_full,
     torchs_own_words,
@@ -124,6 +124,8 @@ class Explainer:
                 enough_bytes=error.enough_bytes,
                 held=held.kinds,
                 modules=dict(held.modules),
+                details=list(error.details),
+                error=str(error),
                 text=text.splitlines()[0],
             )
         self._spent.append((text.splitlines()[0], error.copy()))
@@ -156,11 +158,11 @@ class Explainer:
         ahead, floor_bytes = self._ahead(held, now, census, below=bool(tier)), now["floor_bytes"]
         if failed is not None and not is_full(failed):  # nobody can count on that one, as the floor does
             tier, floor_bytes = {}, floor_bytes + held.states_bytes
-        return budget_error(
+        return Spent(
             first,
             held,
             budget_bytes=self._asked.limit_bytes,
-            floor_bytes=floor_bytes,
+            so_far_bytes=floor_bytes,
             untried_bytes=0 if tier else now["untried_bytes"],
             below_bytes=tier.get("used_peak_bytes", 0),
             room_bytes=tier.get("capacity_bytes", 0),
@@ -175,7 +177,7 @@ class Explainer:
             exports=self._exports(now, loop_around(census)),
             trains=self._trains(),
             fixed=fixed_memory(now, self._asked.limit_bytes, binary=self._asked.binary),
-        )
+        ).error()
 
     def _trains(self) -> bool:
         return (self._passes.in_backward or in_step()) and not transformed()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["counter", "gauge"]
+Measure = Literal["counter", "gauge"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Figure:
     """
 
     name: str
-    kind: Kind
+    kind: Measure
     meaning: str
     source: str = ""
     followed: bool = False

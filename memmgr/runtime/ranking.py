@@ -20,7 +20,7 @@ from memmgr.policies.rules.filters import FILTERS
 if TYPE_CHECKING:
     from memmgr.native._pager import Pager
 
-_BUILT_IN = {
+BUILT_IN = {
     "dtr": Order.DTR,
     "dtr_eq": Order.DTR,  # the neighbourhood is the chain, looked at up to 48 ops deep
     "price": Order.DTR,
@@ -28,6 +28,7 @@ _BUILT_IN = {
     "largest": Order.LARGEST,
     "delta": Order.DELTA,
 }
+"""By filter: the order that malloc has for it, with the same scores (`allocator/pager/residency/score.h`)."""
 _WAYS = {int(Action.EVICT): Way.EVICT, int(Action.OFFLOAD): Way.OFFLOAD}
 
 
@@ -37,7 +38,7 @@ def order_of(policy: Policy) -> Order:
     ours = policy.director in (DIRECTORS["auto"], DIRECTORS["evict"], DIRECTORS["offload"])
     # Where a planner decides how each leaves, the net beneath it takes the cheaper way; where nothing may leave, none is asked.
     plain = ours or policy.planner or policy.torture or not (policy.recomputes or policy.offloads)
-    return _BUILT_IN.get(name, Order.RANKED) if plain else Order.RANKED
+    return BUILT_IN.get(name, Order.RANKED) if plain else Order.RANKED
 
 
 class Ranker:

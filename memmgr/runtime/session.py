@@ -62,23 +62,10 @@ class PagerRuntime:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.native: Pager = native.load()
-        planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
         self._below = self._below_bytes()
         self._tier = (str(config.device), config.folder, config.throttle, config.host_bytes)
         offload = self._below is not None
-        self.plans = Plans(
-            self.native,
-            config.limit_bytes,
-            policy=config.policy,
-            planned=planned,
-            offload=offload,
-            below_bytes=self._below or 0,
-            device=config.device.type,
-            happened=self._happened,
-            modules=ModuleNames(
-                lambda number: self.telemetry.modules.name(number), lambda on: self.telemetry.name_modules(on)
-            ),
-        )
+        self.plans = self._new_plans()
         self._order = order_of(config.policy)
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self._steps = SlicedSteps(self.native, config.device, config.small_bytes)
@@ -125,6 +112,22 @@ class PagerRuntime:
         self._final: dict[str, Any] | None = None
         self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
 
+    def _new_plans(self) -> Plans:
+        config = self.config
+        return Plans(
+            self.native,
+            config.limit_bytes,
+            policy=config.policy,
+            planned=config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture,
+            offload=self._below is not None,
+            below_bytes=self._below or 0,
+            device=config.device.type,
+            happened=self._happened,
+            modules=ModuleNames(
+                lambda number: self.telemetry.modules.name(number), lambda on: self.telemetry.name_modules(on)
+            ),
+        )
+
     def start(self) -> None:
         """Opens the budget: existing tensors become pageable, and tensors beyond the limit are evicted.
 
@@ -137,50 +140,20 @@ class PagerRuntime:
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
         if in_compiled_function():
             raise RuntimeError("memmgr: a budget cannot be opened inside of a compiled function")
-        on_cpu = config.device.type == "cpu"
         self.job.open()
         pager.set_errors(make=self._explain.spent, wrong=RecomputeError, torchs=torch.OutOfMemoryError)
         try:  # an interrupt may come between its opening and our next line
-            pager.open(
-                limit=min(config.limit_bytes, UNLIMITED),
-                folder=config.folder if self._below is not None else None,
-                disk_bytes=config.disk_bytes,
-                throttle=config.throttle,
-                small_bytes=config.small_bytes,
-                may_evict=config.policy.recomputes,
-                may_offload=config.policy.offloads,
-                torture=config.policy.torture,
-                verify=config.verify,
-                prefetch=config.prefetch,
-                order=self._order,
-                search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
-                remap=config.placement.remap,
-                apart=config.placement.apart,
-                device=str(config.device),
-                driver=os.environ.get(DRIVER_VARIABLE),
-                host_bytes=config.host_bytes or 0 if on_cpu else self._below or 0,
-            )
+            self._open_pager()
             self._measure_link()
             self._lines.begin()
             functions = self._take_stock()
-            if config.limit_bytes >= UNLIMITED:  # a measuring run must be the same each time
-                gc.collect()
-            elif pager.resident() > config.limit_bytes // 2 and not _collect():
-                # Garbage must neither count against the budget nor be written to the tier. Where there is room enough
-                # Python may collect it later.
-                gc.collect(1)
+            self._collect_garbage()
             skip_ours()
             self._readers.install(functions)
             self._graphs.install()
             self._explain.begin()
             self._steps.install()
-            beyond = pager.settle()
-            if beyond:  # by garbage that is old, it may be
-                gc.collect()
-                beyond = pager.settle()
-            if beyond:
-                pager.set_limit(UNLIMITED)  # a rehearsal has numbers of its own, and the budget ends here
-                raise self._explain.too_big(pager.resident())
+            self._evict_beyond_the_limit()
             self.telemetry.start()
             if config.lines:
                 self.telemetry.name_modules(True, always=True)
@@ -194,6 +167,47 @@ class PagerRuntime:
             self.job.failed(error)
             self.close(failed=True)
             raise
+
+    def _open_pager(self) -> None:
+        config = self.config
+        self.native.open(
+            limit=min(config.limit_bytes, UNLIMITED),
+            folder=config.folder if self._below is not None else None,
+            disk_bytes=config.disk_bytes,
+            throttle=config.throttle,
+            small_bytes=config.small_bytes,
+            may_evict=config.policy.recomputes,
+            may_offload=config.policy.offloads,
+            torture=config.policy.torture,
+            verify=config.verify,
+            prefetch=config.prefetch,
+            order=self._order,
+            search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
+            remap=config.placement.remap,
+            apart=config.placement.apart,
+            device=str(config.device),
+            driver=os.environ.get(DRIVER_VARIABLE),
+            host_bytes=config.host_bytes or 0 if config.device.type == "cpu" else self._below or 0,
+        )
+
+    def _collect_garbage(self) -> None:
+        """Garbage must neither count against the budget nor be written to the tier. Where there is room enough Python may
+        collect it later.
+        """
+        if self.config.limit_bytes >= UNLIMITED:  # a measuring run must be the same each time
+            gc.collect()
+        elif self.native.resident() > self.config.limit_bytes // 2 and not _collect():
+            gc.collect(1)
+
+    def _evict_beyond_the_limit(self) -> None:
+        """Raises BudgetError where tensors that cannot be evicted exceed the limit."""
+        beyond = self.native.settle()
+        if beyond:  # by garbage that is old, it may be
+            gc.collect()
+            beyond = self.native.settle()
+        if beyond:
+            self.native.set_limit(UNLIMITED)  # a rehearsal has numbers of its own, and the budget ends here
+            raise self._explain.too_big(self.native.resident())
 
     def _below_bytes(self) -> int | None:
         """The room of the tier; None: there is none; 0: the file system's."""

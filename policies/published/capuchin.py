@@ -84,7 +84,7 @@ def choose(trace: Trace, accesses: Accesses, budget_bytes: int, tier: TierLink |
         swaps = [(-_free_seconds(trace, accesses, s, around[s], tier), s) for s in around]
     heapq.heapify(swaps)
     recompute = _Recompute(trace, accesses, around)
-    lane = _Link(accesses, tier, at) if tier is not None else None
+    lane = _Swaps(accesses, tier, at) if tier is not None else None
     decisions: list[Decision] = []
     while missing > 0:
         while swaps and swaps[0][1] in recompute.chosen:
@@ -138,7 +138,7 @@ def _free_seconds(trace: Trace, accesses: Accesses, s: int, around: tuple[int, i
     )
 
 
-class _Link:
+class _Swaps:
     """The exclusive link: how long compute waits for the swaps chosen so far, out before the peak and in after it."""
 
     def __init__(self, accesses: Accesses, tier: TierLink, at: int) -> None:

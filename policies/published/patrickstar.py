@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from memmgr.policies.simulate.cycle import RESIDENT, Cycle, Full, run_cycle
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
-from memmgr.policies.trace.blocks import Kind, Program, kinds
+from memmgr.policies.trace.blocks import Program, Role, roles
 
 _SIZES = 16
 """Chunk sizes that are tried, from the largest tensor's up to twice that."""
@@ -47,10 +47,10 @@ def packed(sizes: dict[int, int], chunk_bytes: int) -> list[list[int]]:
 
 def chunked(p: Program) -> tuple[int, list[list[int]]]:
     """(bytes of a chunk, the chunks), of the size that leaves least unused."""
-    which = kinds(p)
+    which = roles(p)
     lists = [
         {k: b.size for k, b in sorted(enumerate(p.blocks), key=lambda kb: kb[1].touches[:1]) if which[k] is kind and not b.stays}
-        for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.STATE)
+        for kind in (Role.PARAMETER, Role.GRADIENT, Role.STATE)
     ]  # fmt: skip
     largest = max((size for sizes in lists for size in sizes.values()), default=1)
     found: list[tuple[int, int, list[list[int]]]] = []

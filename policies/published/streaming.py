@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from memmgr.policies.simulate.cycle import ABSENT, RESIDENT, Cycle, Full, run_cycle
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
-from memmgr.policies.trace.blocks import Kind, Program, kinds, step_end
+from memmgr.policies.trace.blocks import Program, Role, roles, step_end
 
 OPERATORS_AHEAD = 3
 """ZeRO-Infinity's prefetcher."""
@@ -57,7 +57,7 @@ def zero_offload(trace: Trace, budget_bytes: int, tier: TierLink | None = None) 
     """Optimizer states below, parameters and gradients stay."""
 
     def make(p: Program, link: TierLink) -> Streamed:
-        states = _of(p, Kind.STATE)
+        states = _of(p, Role.STATE)
         return Streamed(p, budget_bytes, link, operators(p, states), states, set(), 1)
 
     return run_cycle("zero_offload", trace, budget_bytes, tier, make)
@@ -67,9 +67,9 @@ def zero_infinity(trace: Trace, budget_bytes: int, tier: TierLink | None = None)
     """All model states below, read ahead in the traced order."""
 
     def make(p: Program, link: TierLink) -> Streamed:
-        states = _of(p, Kind.STATE, Kind.PARAMETER, Kind.GRADIENT)
+        states = _of(p, Role.STATE, Role.PARAMETER, Role.GRADIENT)
         visits = operators(p, states)
-        return Streamed(p, budget_bytes, link, visits, states, _of(p, Kind.ACTIVATION), OPERATORS_AHEAD)
+        return Streamed(p, budget_bytes, link, visits, states, _of(p, Role.ACTIVATION), OPERATORS_AHEAD)
 
     return run_cycle("zero_infinity", trace, budget_bytes, tier, make)
 
@@ -78,15 +78,15 @@ def l2l(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
     """One layer resident, and the next one on its way."""
 
     def make(p: Program, link: TierLink) -> Streamed:
-        states = _of(p, Kind.STATE, Kind.PARAMETER, Kind.GRADIENT)
+        states = _of(p, Role.STATE, Role.PARAMETER, Role.GRADIENT)
         visits = relay(p, layers(trace, p), states)
-        return Streamed(p, budget_bytes, link, visits, states, _of(p, Kind.ACTIVATION), 1)
+        return Streamed(p, budget_bytes, link, visits, states, _of(p, Role.ACTIVATION), 1)
 
     return run_cycle("l2l", trace, budget_bytes, tier, make)
 
 
-def _of(p: Program, *which: Kind) -> set[int]:
-    return {k for k, kind in enumerate(kinds(p)) if kind in which and not p.blocks[k].stays}
+def _of(p: Program, *which: Role) -> set[int]:
+    return {k for k, kind in enumerate(roles(p)) if kind in which and not p.blocks[k].stays}
 
 
 def operators(p: Program, streams: set[int]) -> list[Visit]:
@@ -117,11 +117,11 @@ def layers(trace: Trace, p: Program) -> dict[int, int]:
     Models repeat their layers, so the longest repetition in the order of first use (size, and the op that uses it) is
     taken as the layers. Parameters before and after it are layers by themselves.
     """
-    end, which = step_end(p), kinds(p)
+    end, which = step_end(p), roles(p)
     order: dict[int, tuple[int, str]] = {}
     for event in range(end + 1, len(p.steps)):
         for k in p.touched[event]:
-            if which[k] is Kind.PARAMETER and not p.blocks[k].stays:
+            if which[k] is Role.PARAMETER and not p.blocks[k].stays:
                 order.setdefault(k, (p.blocks[k].size, trace.ops[p.steps[event].target].name))
     looks = list(order.values())
     first, unit, most = 0, 1, 0

@@ -30,7 +30,7 @@ def tsplit(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run
     """With a tier or without one."""
     runs: list[Run] = []
     for share in TIGHTER:
-        plan = _Plan(trace, int(share * budget_bytes), tier)
+        plan = _Evictions(trace, int(share * budget_bytes), tier)
         plan.make()
         runs.append(judged("tsplit", trace, budget_bytes, tier, plan.events()))
         if runs[-1].feasible:
@@ -39,7 +39,7 @@ def tsplit(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run
 
 
 @dataclass
-class _Plan:
+class _Evictions:
     """Which tensors are evicted between which uses."""
 
     trace: Trace

@@ -1,4 +1,7 @@
-"""Prefetchers: which offloaded cells to bring back now. Pure: the simulator asks, copies, and asks again."""
+"""Prefetchers: the offloaded cells to restore now. They act in the simulator, which asks, copies, and asks again.
+
+Live, plans read ahead.
+"""
 
 from __future__ import annotations
 

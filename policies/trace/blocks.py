@@ -72,69 +72,86 @@ def plain(trace: Trace) -> Iterator[Step]:
 
 def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
     p = Program()
-    pairs = dict(trace.cycle)
-    starts = set(pairs.values())
+    ends = dict(trace.cycle)
+    starts = set(ends.values())
     now: dict[int, int] = {}  # the block of each storage that is there
     computed = 0  # ops of the program, up to there
     for step in steps:
         if step.do is Do.FREE:
-            block = now.pop(step.target)
-            p.died[-1].append(block)
+            p.died[-1].append(now.pop(step.target))
             continue
-        op, event = trace.ops[step.target], len(p.steps)
         computed = max(computed, step.target + (step.do is Do.COMPUTE))
-        if op.kind == OpKind.CONSTANT:
-            p.constants.append(step)
-            for s in op.outputs:
-                now[s] = len(p.blocks)
-                p.blocks.append(Block(trace.storages[s].size_bytes, s not in starts, False, versions=[(-1, s)]))
-                if s in starts:
-                    p.begins[s] = now[s]
-                    p.blocks[-1].held = True
+        if trace.ops[step.target].kind == OpKind.CONSTANT:
+            _add_constants(p, trace, step, now, starts)
+        else:
+            _add_op(p, trace, step, now, computed)
+    _join_passes(p, ends, now)
+    return p
+
+
+def _add_constants(p: Program, trace: Trace, step: Step, now: dict[int, int], starts: set[int]) -> None:
+    """Blocks that are there before the first op. `starts`: storages that the next pass begins with, in their place."""
+    p.constants.append(step)
+    for s in trace.ops[step.target].outputs:
+        now[s] = len(p.blocks)
+        p.blocks.append(Block(trace.storages[s].size_bytes, s not in starts, False, versions=[(-1, s)]))
+        if s in starts:
+            p.begins[s] = now[s]
+            p.blocks[-1].held = True
+
+
+def _add_op(p: Program, trace: Trace, step: Step, now: dict[int, int], computed: int) -> None:
+    """Adds one op with the blocks that it reads, writes and makes. `computed`: ops of the program so far, this one among them."""
+    op, event = trace.ops[step.target], len(p.steps)
+    if step == Step(Do.COMPUTE, -1 if trace.backward_at is None else trace.backward_at):
+        p.turn = event
+    p.steps.append(step)
+    p.seconds.append(op.seconds)
+    p.born.append([])
+    p.died.append([])
+    if not event:
+        p.born[0] += [k for k, b in enumerate(p.blocks) if not b.held]
+    here = dict.fromkeys([now[s] for s in op.inputs] + p.born[-1])
+    if step.do is Do.COMPUTE and not trace.copy_on_write:
+        for old, made in op.writes:
+            block = now[made] = now.pop(old)
+            p.blocks[block].versions.append((event, made))
+            p.blocks[block].writes.add(event)
+    for s in op.outputs:
+        if s in now:
             continue
-        if step == Step(Do.COMPUTE, -1 if trace.backward_at is None else trace.backward_at):
-            p.turn = event
-        p.steps.append(step)
-        p.seconds.append(op.seconds)
-        p.born.append([])
-        p.died.append([])
-        if not event:
-            p.born[0] += [k for k, b in enumerate(p.blocks) if not b.held]
-        here = dict.fromkeys([now[s] for s in op.inputs] + p.born[-1])
-        if step.do is Do.COMPUTE and not trace.copy_on_write:
-            for old, made in op.writes:
-                block = now[made] = now.pop(old)
-                p.blocks[block].versions.append((event, made))
-                p.blocks[block].writes.add(event)
-        for s in op.outputs:
-            if s in now:
-                continue
-            storage = trace.storages[s]
-            # A storage that the program has released has no cell. Made again, it is resident until its readers have
-            # run.
-            stays = storage.pinned_until > step.target or storage.released <= computed
-            p.blocks.append(Block(storage.size_bytes, stays, op.kind == OpKind.COMPUTE))
-            block = now[s] = len(p.blocks) - 1
-            p.blocks[block].versions.append((event, s))
-            p.born[-1].append(block)
-            here[block] = None
-        p.touched.append(list(here))
-        for block in here:
-            p.blocks[block].touches.append(event)
-    # Storages held at the end are those that the next pass begins with.
+        storage = trace.storages[s]
+        # A storage that the program has released has no cell. Made again, it is resident until its readers have
+        # run.
+        stays = storage.pinned_until > step.target or storage.released <= computed
+        p.blocks.append(Block(storage.size_bytes, stays, op.kind == OpKind.COMPUTE))
+        block = now[s] = len(p.blocks) - 1
+        p.blocks[block].versions.append((event, s))
+        p.born[-1].append(block)
+        here[block] = None
+    p.touched.append(list(here))
+    for block in here:
+        p.blocks[block].touches.append(event)
+
+
+def _join_passes(p: Program, ends: dict[int, int], now: dict[int, int]) -> None:
+    """Storages held at the end are those that the next pass begins with: a block for both, where one can be.
+
+    Args:
+        ends: by storage at the end, the storage of the beginning whose place it takes.
+        now: the block of each storage at the end.
+    """
     there = set(now.values())
     death = {block: event for event, died in enumerate(p.died) for block in died}
     for s, block in now.items():
-        first = p.begins.get(pairs.get(s, -1))
+        first = p.begins.get(ends.get(s, -1))
         late = p.blocks[block]
         if first == block:
             continue
         if first is None or first in there or late.held:  # nothing is known of it, or two blocks that take turns
             late.stays = True
-            if (
-                first is not None and first not in there
-            ):  # it dies, so it has to be there again when the next pass begins
-                p.begins.pop(pairs[s])
+            if first is not None and first not in there:  # it dies, so it has to be there when the next pass begins
+                p.begins.pop(ends[s])
                 p.blocks[first].stays, p.blocks[first].held = True, False
                 p.born[0].append(first)
                 if first not in p.touched[0]:
@@ -157,7 +174,6 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
         for event in late.touches:
             p.touched[event] = [first if b == block else b for b in p.touched[event]]
             p.born[event] = [first if b == block else b for b in p.born[event]]
-    return p
 
 
 def spent(p: Program) -> list[set[int]]:
@@ -172,7 +188,7 @@ def spent(p: Program) -> list[set[int]]:
     return last
 
 
-class Kind(Enum):
+class Role(Enum):
     """The role of a block in a training."""
 
     # Made and freed within a period. Also a block whose successor in the next period is not known.
@@ -193,7 +209,7 @@ def step_end(p: Program) -> int:
     return max((event for writes in changed for event in writes if event < turn), default=-1)
 
 
-def kinds(p: Program) -> list[Kind]:
+def roles(p: Program) -> list[Role]:
     """The kind of each block, from the times at which it is changed and touched: the trace has no names.
 
     A gradient is made or changed in backward and lives on; an optimizer's state is touched by its step alone. Every
@@ -203,12 +219,12 @@ def kinds(p: Program) -> list[Kind]:
     """
     end = step_end(p)
 
-    def kind(k: int) -> Kind:
+    def kind(k: int) -> Role:
         if not p.blocks[k].held:
-            return Kind.ACTIVATION
+            return Role.ACTIVATION
         if _gradient(p, k):
-            return Kind.GRADIENT
-        return Kind.STATE if max(p.blocks[k].touches, default=-1) <= end else Kind.PARAMETER
+            return Role.GRADIENT
+        return Role.STATE if max(p.blocks[k].touches, default=-1) <= end else Role.PARAMETER
 
     return [kind(k) for k in range(len(p.blocks))]
 

@@ -22,7 +22,7 @@ import memmgr
 from memmgr.config.sizes import show_size
 from memmgr.native import binding
 from memmgr.observe import rehearsal
-from memmgr.observe.error_text import Holdings, budget_error, failed_tier, torchs_own_words
+from memmgr.observe.error_text import Holdings, Spent, failed_tier, torchs_own_words
 
 from .in_backward import in_backward
 from .there import bytes_already_there
@@ -233,24 +233,25 @@ def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(mon
 
 
 def test_before_a_forward_it_says_at_least_and_counts_what_an_optimizer_will_add() -> None:
-    text = _opened_too_small(6 * MB, wide())
+    text = str(_opened_too_small(6 * MB, wide()))
     assert "A budget of at least" in text and "the rest of the run may need more" in text
     assert "`memmgr run` without --budget" in text, "no way to know what it needs"
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters())
-    text = _opened_too_small(6 * MB, model)
+    error = _opened_too_small(6 * MB, model)
+    text = str(error)
     assert "A budget of at least" in text and "should do for a whole step" not in text, "no op has been seen"
-    assert "Still to come: " in text
+    assert any("Still to come: " in said for said in error.details) and "Still to come" not in text
     (named,) = re.findall(r"\((\d+) bytes\)", text)
     assert int(named) >= 4 * bytes_of(model), "gradients and two moments"
     del optimizer
 
 
-def _opened_too_small(limit: Any, model: nn.Module) -> str:
+def _opened_too_small(limit: Any, model: nn.Module) -> memmgr.BudgetError:
     with pytest.raises(memmgr.BudgetError) as caught:
         memmgr.budget(limit, disk=False, quiet=True).__enter__()
     del model
-    return str(caught.value)
+    return caught.value
 
 
 def _spent(limit: Any) -> memmgr.BudgetError:
@@ -270,11 +271,11 @@ def test_sizes_are_in_the_units_of_the_user() -> None:
     assert "MiB" in _sizes(str(binary)) <= {"KiB", "MiB", "GiB"}, str(binary)
     assert "MB" in _sizes(str(decimal)) <= {"kB", "MB", "GB"}, str(decimal)
     assert f"the budget of {there + 20} MiB is spent" in str(binary)
-    assert _sizes(_opened_too_small("6MiB", wide())) <= {"KiB", "MiB"}
+    assert _sizes(str(_opened_too_small("6MiB", wide()))) <= {"KiB", "MiB"}
 
 
 def test_opening_says_the_same_in_the_same_words() -> None:
-    opening, spent = _opened_too_small(6 * MB, wide()), str(_spent(bytes_already_there() + 20 * MB))
+    opening, spent = str(_opened_too_small(6 * MB, wide())), str(_spent(bytes_already_there() + 20 * MB))
     assert "MB are on the device already." in opening
     named = {
         opening: r"A budget of at least [\d.]+ MB \(\d+ bytes\) is needed, and the rest of the run may need more: ",
@@ -285,7 +286,7 @@ def test_opening_says_the_same_in_the_same_words() -> None:
         assert re.search(
             r"can't allocate memory.* memmgr: the budget of [\d.]+ MB is spent, and nothing more can leave\.", first
         )
-        assert held.startswith("Held now: ")
+        assert re.match(r"Held now: .*\. Floor so far: [\d.]+ MB\.$", held)
         assert re.match(words, last)
 
 
@@ -337,7 +338,8 @@ def test_what_the_allocator_adds_is_taken_off_and_torchs_own_is_not() -> None:
 
 def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:
     held = Holdings({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
-    error = budget_error("Words.", held, budget_bytes=6 * MB, floor_bytes=7 * MB, failed=("disk", "Input/output error"))
+    spent = Spent("Words.", held, budget_bytes=6 * MB, so_far_bytes=7 * MB, failed=("disk", "Input/output error"))
+    error = spent.error()
     assert "The disk tier failed: Input/output error." in str(error) and error.tier_bytes == 0
 
 

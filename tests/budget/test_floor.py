@@ -6,12 +6,13 @@ import functools
 import gc
 import pathlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401  a fixture
 
 import memmgr
 from memmgr.native import binding
@@ -20,18 +21,9 @@ from .models import MODELS
 from .there import bytes_already_there
 from .true_floor import IdealManager, live_curve, true_floor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The profiler does not see allocations of intra-op threads; and all runs are to be alike."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    yield
-    gc.collect()
-    torch.set_num_threads(threads)
 
 
 def run(name: str) -> list[float]:
@@ -321,17 +313,22 @@ def dropouts() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("share", [1.02, 1.1])
-def test_near_the_floor_dropout_is_not_made_again_where_that_needs_more_room_than_there_is(share: float) -> None:
-    """Made again, a layer's dropout needs mask and input beside the tensors of backward: more than any step holds otherwise."""
+def free_dropouts() -> tuple[list[float], int, int]:
+    """The losses without a budget; floor and need in bytes, beyond those left behind by other tests."""
     want = dropouts()
     gc.collect()
     there = bytes_already_there()
     with memmgr.budget("1GB", quiet=True) as free:
         dropouts()
     gc.collect()
-    floor = free.stats()["floor_bytes"] - there
-    assert floor < 0.6 * (free.stats()["unmanaged_peak_bytes"] - there), "nothing could leave"
+    return want, free.stats()["floor_bytes"] - there, free.stats()["unmanaged_peak_bytes"] - there
+
+
+@pytest.mark.parametrize("share", [1.02, 1.1])
+def test_near_the_floor_dropout_is_not_made_again_where_that_needs_more_room_than_there_is(share: float) -> None:
+    """Made again, a layer's dropout needs mask and input beside the tensors of backward: more than any step holds otherwise."""
+    want, floor, need = free_dropouts()
+    assert floor < 0.6 * need, "nothing could leave"
     with memmgr.budget(bytes_already_there() + int(share * floor), quiet=True) as tight:
         assert dropouts() == want
     assert tight.stats()["offloads"] > 0
@@ -339,13 +336,7 @@ def test_near_the_floor_dropout_is_not_made_again_where_that_needs_more_room_tha
 
 def test_near_the_floor_a_full_disk_tier_is_no_reason_to_make_an_input_again_and_again(tmp_path: pathlib.Path) -> None:
     """An op's input that is made first and has nowhere to wait is dropped for the next one, and so on for ever."""
-    want = dropouts()
-    gc.collect()
-    there = bytes_already_there()
-    with memmgr.budget("1GB", quiet=True) as free:
-        dropouts()
-    gc.collect()
-    floor = free.stats()["floor_bytes"] - there
+    want, floor, _ = free_dropouts()
     limit = bytes_already_there() + int(1.5 * floor)
     with memmgr.budget(limit, disk=(tmp_path, "300kB"), quiet=True, _plan=False) as tight:
         binding.load().set_link(1.0)  # seconds a byte: each cell that can be dropped is

@@ -12,6 +12,7 @@ import pytest
 from core_abi import FREE, HOLE, KIB, LIVE, MIB, PAGE, SMALL_LIMIT, UNLIMITED, aligned, run_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import in_threads
 
 # ---- model -------------------------------------------------------------------------------------------------------
 
@@ -376,11 +377,7 @@ def test_threads_share_the_budget(make_arena):
                 with guard:
                     vault.append(address)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(1, 5))
     assert not wrong
     assert arena.check() == ""
     stats = arena.stats

@@ -12,6 +12,7 @@ import pytest
 from core_abi import BY_DTE, BY_SCORE, BY_WINDOW, HIGH, KIB, LIVE, MIB, REMAP_FIRST, REMAP_LAST, REMAP_NEVER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import in_threads
 
 UNIT = 512
 LEAST_LARGE = 8704  # the smallest block of the large area
@@ -483,11 +484,7 @@ def test_threads_choose_and_release_side_by_side(make_arena):
                 entry = core_abi.Price(address, address, dice.random(), 0.0)
                 library.mm_arena_price(arena.handle, ctypes.byref(entry), 1)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(1, 5))
     assert not wrong
     assert arena.check() == ""
     assert arena.stats.live_blocks == len(owned)

@@ -8,13 +8,13 @@ import random
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import in_threads
 
 from . import build
 from .device_abi import MAPPED, MIB, PLAIN, UNLIMITED, Device, core_abi, load
@@ -683,11 +683,7 @@ def test_threads_without_a_context_share_a_device(open_device: OpenDevice, drive
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not failures
     assert device.check() == ""
     driver.drain()

@@ -6,12 +6,12 @@ import ctypes as c
 import errno
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from threads import in_threads
 
 from .fake import INVALID_VALUE, LATE, OUT_OF_MEMORY, PROMPT, RANDOM, THREADED, FakeDriver
 from .tier_abi import Device, HostTier
@@ -342,12 +342,7 @@ def test_threads(core, driver: FakeDriver) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(train, range(4))
     assert not errors, errors[0]
     assert bench.tier.stats.used_bytes == 0
     bench.close()

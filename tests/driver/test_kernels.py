@@ -9,12 +9,12 @@ import random
 import re
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from threads import in_threads
 
 from . import build
 from .device_abi import MIB, UNLIMITED, load
@@ -330,11 +330,7 @@ def test_threads_have_words_of_their_own(on_double: Callable[..., Kernels], driv
                 wrong.append(number)
         kernels.free(block)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong
 
 

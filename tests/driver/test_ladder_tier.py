@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes as c
 import errno
 import os
-import threading
 from pathlib import Path
 
 import pytest
+from threads import in_threads
 
 from .fake import LATE, PROMPT, RANDOM, THREADED, FakeDriver
 from .test_host_tier import KIB, MODES, Bench
@@ -190,12 +190,7 @@ def test_threads(core, driver: FakeDriver, tmp_path: Path) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(train, range(4))
     assert not errors, errors[0]
     assert bench.tier.stats.used_bytes == 0
     bench.close()

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from job.ranks import finish_all
 from torch import nn
 
 from . import cases, children
@@ -257,13 +258,7 @@ def test_same_bits_on_every_rank(name: str, tmp_path: Path) -> None:
         )
         for rank in range(RANKS)
     ]
-    failures: list[str] = []
-    for rank, process in enumerate(ranks):
-        try:
-            children.finish(process, timeout)
-        except AssertionError as e:
-            failures.append(f"rank {rank}: {e}")
-    assert not failures, "\n".join(failures)
+    finish_all(ranks, timeout)
 
 
 def check_unmanaged(name: str, rank: int, file: str) -> None:

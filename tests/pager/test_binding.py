@@ -13,7 +13,7 @@ import torch
 from memmgr.common.constants import Order
 from memmgr.native import binding
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "tools" / "house"))
 import make_stub
 
 

@@ -7,7 +7,6 @@ unmanaged, with every tensor evicted after every op, and under 0.6 of its peak: 
 
 from __future__ import annotations
 
-import datetime
 import gc
 import os
 import sys
@@ -32,6 +31,7 @@ from exactness.harness import (
     need,
     reference,
 )
+from job.ranks import finish_all, join
 from torch import nn
 
 import memmgr
@@ -395,14 +395,7 @@ def _equal(t: torch.Tensor, factor: float) -> None:
 
 def main(name: str, rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=20),
-    )
+    join(rank, RANKS, folder, 20)
     for run in GROUPS[name]:
         begun = time.perf_counter()
         run(folder)
@@ -419,13 +412,7 @@ def test_same_bits_and_no_pins_left(name: str, tmp_path: Path) -> None:
         children.start("pager.test_distributed", name, str(rank), str(tmp_path), timeout=timeout, env=env)
         for rank in range(RANKS)
     ]
-    failures: list[str] = []
-    for rank, process in enumerate(ranks):
-        try:
-            children.finish(process, timeout)
-        except AssertionError as e:
-            failures.append(f"rank {rank}: {e}")
-    assert not failures, "\n".join(failures)
+    finish_all(ranks, timeout)
 
 
 if __name__ == "__main__":

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from budget.models import MODELS
+from threads import one_thread  # noqa: F401  a fixture
 
 import memmgr
 from memmgr.native import binding as native
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """All runs are to be alike."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    yield
-    gc.collect()
-    torch.set_num_threads(threads)
 
 
 def train(name: str, limit: int | None) -> tuple[list[float], dict[str, Any]]:

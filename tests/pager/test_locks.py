@@ -42,7 +42,7 @@ def test_a_wrong_order_ends_the_process_with_both_names(program: Path, case: str
 
 
 def test_the_table_in_the_docs_is_of_today() -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "lock_table.py", "--check"], check=True)
+    subprocess.run([sys.executable, ROOT / "tools" / "house" / "lock_table.py", "--check"], check=True)
 
 
 COLLECTIVES = """

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from memmgr.policies.trace import Op, OpKind, Storage, TierLink, Trace
+from collections.abc import Iterable, Sequence
+
+from memmgr.policies.trace import Op, OpKind, Storage, TierLink, Trace, TraceBuilder
 
 LINK = TierLink("host", 20.0, 20.0, 0.01)  # bytes a second
+
+
+def with_backward(
+    builder: TraceBuilder, last: str, reads: Iterable[tuple[Sequence[str], Sequence[str]]], seconds: float = 1.0
+) -> Trace:
+    """The trace with a loss of `last`, and a backward whose ops read these names and the gradient, and free the second ones."""
+    builder.begin_backward()
+    builder.call("loss", 1.0, [last], [("g", 1, -1)])
+    for read, freed in reads:
+        builder.call("b", seconds, ["g", *read], [("h", 1, -1)])
+        for name in freed:
+            builder.release(name)
+        builder.copy_from("h", "g")
+        builder.release("h")
+    return builder.build().check()
 
 
 def layers(n: int, gradients: bool = False) -> Trace:

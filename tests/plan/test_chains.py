@@ -17,6 +17,7 @@ from memmgr.policies.trace.schedule import Do, replay
 
 from .exact import exact
 from .operator_logs import log, needs_logs
+from .passes import with_backward
 from .test_simulator import read_dtr_log
 
 
@@ -28,15 +29,8 @@ def uneven(n: int, seed: int) -> Trace:
     for i in range(1, n + 1):
         made = [(f"a{i}", r.randint(2, 20), -1), (f"z{i}", r.randint(2, 20), -1)]
         builder.call("f", float(r.randint(1, 9)), [f"a{i - 1}"], made)
-    builder.begin_backward()
-    builder.call("loss", 1.0, [f"a{n}"], [("g", 1, -1)])
-    for i in range(n, 0, -1):
-        builder.call("b", 1.0, ["g", f"z{i}", f"a{i}", f"a{i - 1}"], [("h", 1, -1)])
-        builder.release(f"z{i}")
-        builder.release(f"a{i}")
-        builder.copy_from("h", "g")
-        builder.release("h")
-    return builder.build().check()
+    reads = (((f"z{i}", f"a{i}", f"a{i - 1}"), (f"z{i}", f"a{i}")) for i in range(n, 0, -1))
+    return with_backward(builder, f"a{n}", reads)
 
 
 # ---- rotor
@@ -120,15 +114,8 @@ def cheap_and_dear(n: int) -> Trace:
         builder.call("expensive", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
         builder.call("cheap", 1.0, [f"y{i}"], [(f"z{i}", 10, -1)])
         builder.call("expensive", 9.0, [f"z{i}"], [(f"a{i}", 2, -1)])
-    builder.begin_backward()
-    builder.call("loss", 1.0, [f"a{n}"], [("g", 1, -1)])
-    for i in range(n, 0, -1):
-        builder.call("b", 1.0, ["g", f"z{i}", f"y{i}", f"a{i}", f"a{i - 1}"], [("h", 1, -1)])
-        for name in (f"y{i}", f"z{i}", f"a{i}"):
-            builder.release(name)
-        builder.copy_from("h", "g")
-        builder.release("h")
-    return builder.build().check()
+    reads = (((f"z{i}", f"y{i}", f"a{i}", f"a{i - 1}"), (f"y{i}", f"z{i}", f"a{i}")) for i in range(n, 0, -1))
+    return with_backward(builder, f"a{n}", reads)
 
 
 def test_rockmate_makes_the_cheap_half_of_a_block_again() -> None:

@@ -23,7 +23,7 @@ from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .judge import needs_judge, verdict
 from .operator_logs import SHARED, log, needs_logs
-from .passes import LINK, layers
+from .passes import LINK, layers, with_backward
 from .synthetic import network
 
 RECOMPUTE_ONLY = ("dtr", "dtr_eq", "dtr_local", "msps", "lru+evict", "largest+evict", "price+evict", "auto")
@@ -52,14 +52,7 @@ def chain(n: int) -> Trace:
     for i in range(n):
         builder.call("f", 1.0, [names[-1]], [(f"a{i}", 10, -1)])
         names.append(f"a{i}")
-    builder.begin_backward()
-    builder.call("loss", 1.0, [names[-1]], [("g", 1, -1)])
-    for name in reversed(names[1:]):
-        builder.call("b", 1.0, ["g", name], [("h", 1, -1)])
-        builder.release(name)
-        builder.copy_from("h", "g")
-        builder.release("h")
-    return builder.build().check()
+    return with_backward(builder, names[-1], (([name], [name]) for name in reversed(names[1:])))
 
 
 # ---- the rules

@@ -18,7 +18,7 @@ from memmgr.policies.published.streaming import l2l, layers, relay, zero_infinit
 from memmgr.policies.simulate.cycle import RESIDENT, Cycle
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import Op, OpKind, Storage, TierLink, Trace
-from memmgr.policies.trace.blocks import Kind, Program, kinds, plain, program_of, spent, step_end
+from memmgr.policies.trace.blocks import Program, Role, plain, program_of, roles, spent, step_end
 from memmgr.policies.trace.schedule import Cost, Do, Step, replay
 
 from .test_paging import LINK, Training
@@ -66,28 +66,28 @@ def residents(trace: Trace, made: Run, p: Program) -> list[set[int]]:
     return found
 
 
-def of(p: Program, *which: Kind) -> set[int]:
-    return {k for k, kind in enumerate(kinds(p)) if kind in which}
+def of(p: Program, *which: Role) -> set[int]:
+    return {k for k, kind in enumerate(roles(p)) if kind in which}
 
 
-# ---- kinds of storages
+# ---- roles of storages
 
 
 def test_kinds_are_told_from_who_changes_and_touches_what() -> None:
     trace = Training(LAYERS).trace()
     p = program(trace)
-    which = [kinds(p)[p.begins[s]] for _, s in trace.cycle]
-    assert which == [Kind.PARAMETER] * LAYERS + [Kind.STATE] * LAYERS + [Kind.GRADIENT] * LAYERS
-    assert kinds(p).count(Kind.ACTIVATION) == len(p.blocks) - 3 * LAYERS
+    which = [roles(p)[p.begins[s]] for _, s in trace.cycle]
+    assert which == [Role.PARAMETER] * LAYERS + [Role.STATE] * LAYERS + [Role.GRADIENT] * LAYERS
+    assert roles(p).count(Role.ACTIVATION) == len(p.blocks) - 3 * LAYERS
     assert step_end(p) == LAYERS - 1 and p.turn == 2 * LAYERS
     blind = program(replace(trace, backward_at=None))
-    assert blind.turn is None and not of(blind, Kind.GRADIENT)
+    assert blind.turn is None and not of(blind, Role.GRADIENT)
 
 
 def test_a_gradient_is_spent_after_its_step() -> None:
     trace = Training(2).trace()
     p = program(trace)
-    gradients = of(p, Kind.GRADIENT)
+    gradients = of(p, Role.GRADIENT)
     assert [spent(p)[event] & gradients for event in (0, 1)] == [{p.begins[s]} for _, s in trace.cycle[-2:]]
 
 
@@ -107,7 +107,7 @@ def test_a_gradient_that_is_set_to_zero_after_forward_does_not_make_forward_the_
     )  # fmt: skip
     trace = Trace(ops, storages, "cpu", 6, (LINK,), copy_on_write=False, cycle=((3, 0), (4, 1), (7, 2))).check()
     p = program(trace)
-    assert [kinds(p)[p.begins[s]] for s in (0, 1, 2)] == [Kind.PARAMETER, Kind.STATE, Kind.GRADIENT]
+    assert [roles(p)[p.begins[s]] for s in (0, 1, 2)] == [Role.PARAMETER, Role.STATE, Role.GRADIENT]
     assert step_end(p) == 0
 
 
@@ -127,11 +127,11 @@ def test_zero_offload_streams_states_and_keeps_the_rest() -> None:
     p = program(trace)
     budget = trace.unmanaged_peak[0]
     made = zero_offload(trace, budget, LINK)
-    states, end = of(p, Kind.STATE), step_end(p)
+    states, end = of(p, Role.STATE), step_end(p)
     gone: set[int] = set()
     for event, there in enumerate(residents(trace, made, p)):
-        gone |= set().union(*p.died[:event]) & of(p, Kind.GRADIENT)
-        assert of(p, Kind.PARAMETER) <= there
+        gone |= set().union(*p.died[:event]) & of(p, Role.GRADIENT)
+        assert of(p, Role.PARAMETER) <= there
         own = states.intersection(p.touched[event])
         if event <= end:  # the tile at hand, the one before on its way out, the next on its way in
             assert own <= there and len(there & states) <= 3
@@ -157,7 +157,7 @@ def test_zero_infinity_reads_in_the_traced_order() -> None:
             uses.append(next((t for t in touches if t > event), touches[0] + len(p.steps)))
             assert uses[-1] - event <= 4  # three operators ahead of the next one
     assert uses == sorted(uses) and any(use - event > 1 for use in uses)
-    states = of(p, Kind.PARAMETER, Kind.STATE, Kind.GRADIENT)
+    states = of(p, Role.PARAMETER, Role.STATE, Role.GRADIENT)
     most = max(len(there & states) for there in residents(trace, made, p))
     assert most < len(states)
 
@@ -166,7 +166,7 @@ def test_l2l_has_one_layer_and_the_next() -> None:
     trace = stack()
     p = program(trace)
     layer = layers(trace, p)
-    visits = relay(p, layer, of(p, Kind.PARAMETER, Kind.STATE, Kind.GRADIENT))
+    visits = relay(p, layer, of(p, Role.PARAMETER, Role.STATE, Role.GRADIENT))
     assert (
         len(visits) == len(SIZES) + 5 + 4
     )  # the step by parameter, forward and back by layer, which turns in the head
@@ -187,8 +187,8 @@ def test_patrickstars_chunks_have_one_size_and_one_kind() -> None:
     trace = Training(12, seed=5).trace()
     p = program(trace)
     size, chunks = chunked(p)
-    which = kinds(p)
-    assert sorted(k for chunk in chunks for k in chunk) == sorted(of(p, Kind.PARAMETER, Kind.STATE, Kind.GRADIENT))
+    which = roles(p)
+    assert sorted(k for chunk in chunks for k in chunk) == sorted(of(p, Role.PARAMETER, Role.STATE, Role.GRADIENT))
     for chunk in chunks:
         assert sum(p.blocks[k].size for k in chunk) <= size
         assert len({which[k] for k in chunk}) == 1

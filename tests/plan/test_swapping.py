@@ -21,7 +21,7 @@ from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do, Step, replay
 
-from .passes import layers
+from .passes import layers, with_backward
 from .test_simulator import chain, link_for, trace_of
 
 EITHER = ("superneurons", "tsplit")
@@ -187,15 +187,8 @@ def convolutions(n: int) -> Trace:
         builder.call("conv", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
         builder.call("norm", 1.0, [f"y{i}"], [(f"z{i}", 10, -1)])
         builder.call("relu", 1.0, [f"z{i}"], [(f"a{i}", 10, -1)])
-    builder.begin_backward()
-    builder.call("loss", 1.0, [f"a{n}"], [("g", 1, -1)])
-    for i in range(n, 0, -1):
-        builder.call("b", 12.0, ["g", f"a{i}", f"z{i}", f"y{i}", f"a{i - 1}"], [("h", 1, -1)])
-        for name in (f"y{i}", f"z{i}", f"a{i}"):
-            builder.release(name)
-        builder.copy_from("h", "g")
-        builder.release("h")
-    return builder.build().check()
+    reads = (((f"a{i}", f"z{i}", f"y{i}", f"a{i - 1}"), (f"y{i}", f"z{i}", f"a{i}")) for i in range(n, 0, -1))
+    return with_backward(builder, f"a{n}", reads, seconds=12.0)
 
 
 def test_superneurons_makes_what_is_cheap_again_and_offloads_the_rest() -> None:

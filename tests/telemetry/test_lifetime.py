@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -24,6 +25,7 @@ from exactness.harness import Record, assert_left_clean, assert_same, global_sta
 import memmgr
 from memmgr.telemetry import stream
 from memmgr.telemetry.consumers import log_path
+from memmgr.tools.view.last_error import explain
 
 from .reading import LIMIT, Watching, manager, training, wait_until
 
@@ -367,6 +369,9 @@ def test_a_budget_error_is_in_the_log(tmp_path: Path) -> None:
     events = [line for line in _lines(log) if line["type"] == "event"]
     assert [event["what"] for event in events] == ["budget_error"]
     assert events[0]["floor_bytes"] == raised.value.floor_bytes and events[0]["held"]["parameters"] > 0
+    said = explain(log)
+    assert said.startswith(str(raised.value)) and all(reason in said for reason in raised.value.details)
+    assert re.search(r"Held, by kind:\n(.*\n)*? +[\d.]+ \w?B  parameters\n", said), said
     assert _lines(log)[-1]["failed"] is True
 
 

@@ -116,6 +116,7 @@ WRONG = [
     "top 0",
     "report missing.jsonl",
     "doctor --step model.py",
+    "doctor --explain missing.jsonl",
     "doctor --step missing.py:make --measure here.json",
     "demo --policy nonsense",
     "trace --out x.trace --pass 0 train.py",

@@ -18,7 +18,7 @@ import torch
 import memmgr
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "compatibility.py"
+SCRIPT = ROOT / "tools" / "house" / "compatibility.py"
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_the_picture_survives_a_failed_run(tmp_path: Path) -> None:
 def test_make_demo_installs_what_it_needs_and_says_what_it_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools" / "house"))
     make_demo = importlib.import_module("demo")
     names = {re.split("[<>=]", package)[0] for package in make_demo.packages()}
     assert names == {"torch", "psutil", "numpy", "matplotlib", "rich", "scikit-build-core", "cmake", "ninja"}

@@ -33,6 +33,8 @@ from memmgr.tools import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+NOT_INSTALLED = {"house", "studies"}
+"""Folders of tools/ that are for a checkout alone."""
 REPORTS = sorted(DOCS.glob("reports/*.md"))  # of their date: their commands need not run any more
 PAGES = sorted({*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"} - set(REPORTS))
 TRAIN = """
@@ -406,7 +408,7 @@ def test_the_first_screen_has_two_commands_a_table_of_four_rows_and_a_picture() 
 
 def test_the_api_reference_is_what_the_docstrings_say() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "api_reference.py"), "--check"],
+        [sys.executable, str(ROOT / "tools" / "house" / "api_reference.py"), "--check"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -430,15 +432,49 @@ def test_every_figure_has_a_sentence() -> None:
 def test_what_a_user_reads_names_no_file_of_the_repository() -> None:
     """An installed package has no docs folder: strings, docstrings and comments, of C++ too, say the sentence itself."""
     for folder in ("memmgr", "policies", "tools", "allocator"):
-        for path in sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h")):
+        files = sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h"))
+        for path in (path for path in files if not NOT_INSTALLED & set(path.parent.parts)):
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 named = re.search(r"\bdocs/[\w/-]+\.md|\((see )?docs/", line)
                 # The report that is written in a checkout is no page that documents link to.
                 assert not named or "DATE" in line, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
+HOMES = (
+    "",
+    "allocator",
+    "allocator/include",
+    "allocator/pager",
+    "allocator/core",
+    "memmgr",
+    "tools",
+    "tests",
+    "policies",
+    "docs",
+)
+"""Folders that pages for developers leave out of a file's name."""
+
+
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("develop/*.md")), ROOT / "CONTRIBUTING.md"], ids=_name)
+def test_files_and_names_in_pages_for_developers_exist(page: Path) -> None:
+    """`folder/file.cpp`, and `file.cpp`: `name`, or `name` (`file.cpp`): a move or a rename mends the page."""
+    text = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.MULTILINE)
+    sources = r"`([\w./-]+\.(?:cpp|h|py|def))`"
+    for path in re.findall(sources, text):
+        assert "/" not in path or any((ROOT / home / path).is_file() for home in HOMES), path
+    pairs = re.findall(sources + r": ?((?:(?:, )?`[\w:.]+(?:\(\))?`)+)", text)
+    pairs += [(path, names) for names, path in re.findall(r"(`[\w:.]+(?:\(\))?`) \(" + sources + r"\)", text)]
+    for path, names in pairs:
+        file = next((ROOT / home / path for home in HOMES if (ROOT / home / path).is_file()), None)
+        if file is None:
+            continue
+        unit = "".join(f.read_text() for f in (file, file.with_suffix(".h"), file.with_suffix(".cpp")) if f.is_file())
+        for name in re.findall(r"[\w:.]+", names.replace("()", "")):
+            assert re.search(rf"\b{re.split('[.:]+', name)[-1]}\b", unit), f"{path}: {name}"
+
+
 def test_comments_name_pages_that_there_are() -> None:
-    sources = [p for name in ("tests", "benchmarks") for p in (ROOT / name).rglob("*.py")]
+    sources = [p for name in ("tests", "tools/bench/studies", "tools/house") for p in (ROOT / name).rglob("*.py")]
     for path in [*sources, ROOT / "CHANGELOG.md"]:
         for named in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text()):
             assert "DATE" in named or (ROOT / named).is_file(), f"{path.relative_to(ROOT)}: {named}"

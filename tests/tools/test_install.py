@@ -63,7 +63,7 @@ def test_pip_is_told_of_a_missing_compiler_in_one_line_before_cmake_begins(
     if "CXX" in variables and not said:
         (tmp_path / "sh").symlink_to("/bin/sh")
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "CMAKE_ARGS", "SKBUILD_CMAKE_ARGS")}
-    environment |= {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT / "scripts"), **variables}
+    environment |= {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT / "tools" / "house"), **variables}
     code = f"import build_backend; build_backend.{hook}()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT

@@ -15,6 +15,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FOR_A_CHECKOUT = {"house", "studies"}
+"""Folders of tools/ that are not installed: their files are run by their paths."""
+
+
+def installed(room: str) -> list[Path]:
+    """The Python files of a room that are part of the package."""
+    return [file for file in sorted((ROOT / room).rglob("*.py")) if not FOR_A_CHECKOUT & set(file.parent.parts)]
 
 
 def _project() -> dict[str, dict[str, object]]:
@@ -42,11 +49,17 @@ def test_the_rooms_are_one_package() -> None:
     assert Path(memmgr.policies.__path__[0]).samefile(ROOT / "policies")
 
 
+def test_a_wheel_leaves_out_what_is_for_a_checkout() -> None:
+    left_out = _project()["tool"]["scikit-build"]["wheel"]["exclude"]
+    found = {path.relative_to(ROOT) for path in (ROOT / "tools").rglob("*") if path.name in FOR_A_CHECKOUT}
+    assert {f"memmgr/{folder}/**" for folder in found} <= set(left_out) and len(found) == len(FOR_A_CHECKOUT)
+
+
 def test_every_file_of_a_room_is_a_module_of_the_package() -> None:
     """Folders without an `__init__` would be left out by mypy and, by some installers, of the wheel."""
     seen = 0
     for room in ("policies", "tools"):
-        for file in sorted((ROOT / room).rglob("*.py")):
+        for file in installed(room):
             folder = file.parent.relative_to(ROOT)
             assert (file.parent / "__init__.py").is_file(), folder
             if room == "policies":  # those of tools are run as well as imported
@@ -111,7 +124,7 @@ def test_tools_import_the_public_names_and_three_folders() -> None:
     import memmgr
 
     needed = set()
-    for file in sorted((ROOT / "tools").rglob("*.py")):
+    for file in installed("tools"):
         where = str(file.relative_to(ROOT / "tools"))
         for line, name in imported(file):
             top = name.split(".")[1]
@@ -195,7 +208,13 @@ def test_what_the_image_is_made_of_reaches_its_builder() -> None:
     let_through = {line[1:] for line in others if line.startswith("!")}
     assert all((ROOT / name).exists() for name in let_through)
     project, build, wheel = _project()["project"], _project()["build-system"], _project()["tool"]["scikit-build"]
-    needed = {"pyproject.toml", "Makefile", "README.md", *project["license-files"], *build["backend-path"]}
+    needed = {
+        "pyproject.toml",
+        "Makefile",
+        "README.md",
+        *project["license-files"],
+        *(path.split("/")[0] for path in build["backend-path"]),
+    }
     needed |= {wheel["cmake"]["source-dir"], *wheel["wheel"]["packages"].values()}
     needed |= set(re.findall(r"^COPY (\w+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     assert {"allocator", "memmgr", "examples"} <= needed <= let_through
@@ -230,7 +249,7 @@ def test_no_test_module_is_the_second_copy() -> None:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "house"))
 
 
 def test_an_address_makes_the_links_of_the_readme_absolute(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:

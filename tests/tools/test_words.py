@@ -1,4 +1,4 @@
-"""The check of comments and docstrings (`scripts/check_words.py`)."""
+"""The check of comments and docstrings (`tools/house/check_words.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "house"))
 import check_words
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from memmgr.policies.plan.planner import EFFORT, plan
 from memmgr.policies.trace import OpKind, TierLink, Trace
-from memmgr.policies.trace.blocks import kinds, plain, program_of
+from memmgr.policies.trace.blocks import plain, program_of, roles
 from memmgr.policies.trace.plan import Plan
 from memmgr.policies.trace.schedule import Do, Replay, Step
 
@@ -162,7 +162,7 @@ def kind_of(trace: Trace) -> list[str]:
     """The kind of each storage in the training."""
     program = program_of(trace, plain(trace))
     found = ["activation"] * len(trace.storages)
-    of_blocks = kinds(program)
+    of_blocks = roles(program)
     for block, kind in zip(program.blocks, of_blocks, strict=True):
         if block.held:  # all others are activations, also those that one of these becomes
             for _, s in block.versions:

@@ -4,6 +4,8 @@
                                    and a small training under a budget
     memmgr doctor --disk /nvme     with the folder that training would use
     memmgr doctor --json           for a bug report, or a health check
+    memmgr doctor --explain LOG    the last BudgetError of a run with --log:
+                                   why it needs so much
     memmgr doctor --measure here.json --step model.py:make_step
                                    rates and op times, for memmgr plan
 
@@ -36,6 +38,7 @@ from memmgr.config.torch_versions import unfit
 from memmgr.tools.bench.disk_speed import copy_speed, disk_speed
 from memmgr.tools.common.step_file import step_function
 from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view.last_error import explain
 
 OK, WEAKER, NO = "ok", "weaker", "NO"
 SLOW_DISK = 400e6
@@ -72,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: that of memmgr.budget)")
     parser.add_argument("--quick", action="store_true", help="measure the disk with 64 MB instead of 512 MB")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--explain", type=Path, metavar="LOG", help="the last BudgetError of a run; nothing else")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="write this machine's rates there; nothing else")
     parser.add_argument("--step", metavar="FILE.py:FUNCTION", help="with --measure: its ops are measured, too (CPU)")
 
@@ -80,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     """Looks and says; see the module's text for the exit code."""
     import tempfile
 
+    if args.explain:
+        print(explain(args.explain))
+        return 0
     folder = args.disk if args.disk is not None else os.environ.get("MEMMGR_DISK") or tempfile.gettempdir()
     if not os.path.isdir(folder):
         raise UsageError(f"{folder!r} is not a folder; name one with --disk")

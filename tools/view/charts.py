@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
-from memmgr.tools.view.run_state import LAYERS, RunState
+from memmgr.tools.view.run_state import LAYERS, Point, RunState
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 340, 76, 8, 46, 16
+FLOOR = HEIGHT - BOTTOM
 MOST_COLUMNS, MOST_MARKS, MOST_NUMBERS = 480, 200, 10
 
 
@@ -30,6 +32,21 @@ def size_ticks(most: int | float, *, binary: bool) -> Iterator[tuple[float, str]
         yield size * unit, show_size(size * unit, binary=binary)
 
 
+@dataclass(frozen=True)
+class _Axes:
+    """Where seconds and bytes lie in the picture."""
+
+    begin: float
+    end: float
+    top: float
+
+    def x(self, seconds: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (seconds - self.begin) / (self.end - self.begin)
+
+    def y(self, size: float) -> float:
+        return TOP + (FLOOR - TOP) * (1 - size / self.top)
+
+
 def over_time(watched: RunState) -> str:
     """Memory over time: lowest and highest resident bytes, most absent bytes, and the budget."""
     points = list(watched.points)
@@ -38,72 +55,71 @@ def over_time(watched: RunState) -> str:
     if len(points) == 1:
         found = [Column(begin, end, found[0].least, found[0].most)]
     budget = watched.budget_bytes
-    top = 1.08 * max([c.most[UNMANAGED] for c in found] + [budget if budget < UNLIMITED else 0, 1])
-    floor = HEIGHT - BOTTOM
+    axes = _Axes(begin, end, 1.08 * max([c.most[UNMANAGED] for c in found] + [budget if budget < UNLIMITED else 0, 1]))
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory over time">']
+    for size, said in size_ticks(axes.top, binary=watched.binary):
+        y = axes.y(size)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{said}</text>')
+    parts += _layers(found, axes)
+    if budget < UNLIMITED:
+        y, label = axes.y(budget), f"budget {watched.size(budget)}"
+        parts.append(f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="label" x="{WIDTH - 12}" y="{y - 5:.1f}" text-anchor="end">{label}</text>')
+    parts += _passes(points, axes)
+    for seconds in ticks(begin, end, 6):
+        x = axes.x(seconds)
+        anchor = "end" if x > WIDTH - 40 else "middle"
+        said = show_seconds(seconds)
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{said}</text>')
+    return "".join(parts) + "</svg>"
 
-    def x(seconds: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (seconds - begin) / (end - begin)
 
-    def y(size: float) -> float:
-        return TOP + (floor - TOP) * (1 - size / top)
+def _layers(found: Sequence[Column], axes: _Axes) -> list[str]:
+    """The areas, from the axis upwards."""
 
     def area(kind: str, label: str, lower: Sequence[int], upper: Sequence[int]) -> str:
         """Steps, because a column is a stretch of time; nothing where there is nothing."""
         if all(b >= a for b, a in zip(lower, upper, strict=True)):
             return ""
         above = [
-            f"{x(t):.1f},{y(max(a, b)):.1f}"
+            f"{axes.x(t):.1f},{axes.y(max(a, b)):.1f}"
             for c, a, b in zip(found, upper, lower, strict=True)
             for t in (c.begin, c.end)
         ]
-        below = [f"{x(t):.1f},{y(b):.1f}" for c, b in zip(found, lower, strict=True) for t in (c.begin, c.end)]
+        below = [
+            f"{axes.x(t):.1f},{axes.y(b):.1f}" for c, b in zip(found, lower, strict=True) for t in (c.begin, c.end)
+        ]
         return f'<polygon class="{kind}" points="{" ".join(above + below[::-1])}"><title>{label}</title></polygon>'
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory over time">']
-    for size, said in size_ticks(top, binary=watched.binary):
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(size):.1f}" y2="{y(size):.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{said}</text>')
     other = [c.least[0] for c in found]
     always = [c.least[RESIDENT] for c in found]
     there = [c.most[RESIDENT] for c in found]
-    parts += [
+    evicted = [max(c.most[2], c.most[RESIDENT]) for c in found]
+    offloaded = [c.most[UNMANAGED] for c in found]
+    return [
         area("other", f"{LAYERS['other']}: always there", [0] * len(found), other),
         area("saved", f"{LAYERS['saved']}: always there", other, always),
         area("saved pale", "there at times", always, there),
-        area("evicted", f"{LAYERS['evicted']}, at its most", there, [max(c.most[2], c.most[RESIDENT]) for c in found]),
-        area(
-            "offloaded",
-            f"{LAYERS['offloaded']}, at its most",
-            [max(c.most[2], c.most[RESIDENT]) for c in found],
-            [c.most[UNMANAGED] for c in found],
-        ),
+        area("evicted", f"{LAYERS['evicted']}, at its most", there, evicted),
+        area("offloaded", f"{LAYERS['offloaded']}, at its most", evicted, offloaded),
     ]
-    if budget < UNLIMITED:
-        parts.append(
-            f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}"/>'
-        )
-        parts.append(
-            f'<text class="label" x="{WIDTH - 12}" y="{y(budget) - 5:.1f}" text-anchor="end">budget {watched.size(budget)}</text>'
-        )
+
+
+def _passes(points: Sequence[Point], axes: _Axes) -> list[str]:
+    """Marks below the axis where a pass ends; some have their number."""
     every, marks = ends_of_passes(points, MOST_MARKS)
     numbered, _ = ends_of_passes(points, MOST_NUMBERS)
+    parts = []
     for seconds, number in marks:
         long = number % numbered == 0
-        parts.append(
-            f'<line class="pass" x1="{x(seconds):.1f}" x2="{x(seconds):.1f}" y1="{floor}" y2="{floor + (7 if long else 4)}"/>'
-        )
+        x, low = f"{axes.x(seconds):.1f}", FLOOR + (7 if long else 4)
+        parts.append(f'<line class="pass" x1="{x}" x2="{x}" y1="{FLOOR}" y2="{low}"/>')
         if long:
-            parts.append(
-                f'<text class="tick" x="{x(seconds):.1f}" y="{floor + 18}" text-anchor="middle">{number}</text>'
-            )
+            parts.append(f'<text class="tick" x="{x}" y="{FLOOR + 18}" text-anchor="middle">{number}</text>')
     if every:
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{floor + 18}" text-anchor="end">pass</text>')
-    for seconds in ticks(begin, end, 6):
-        anchor = "end" if x(seconds) > WIDTH - 40 else "middle"
-        parts.append(
-            f'<text class="tick" x="{x(seconds):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{show_seconds(seconds)}</text>'
-        )
-    return "".join(parts) + "</svg>"
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{FLOOR + 18}" text-anchor="end">pass</text>')
+    return parts
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], show: Callable[[float], str] = show_seconds) -> str:

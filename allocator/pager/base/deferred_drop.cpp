@@ -60,8 +60,9 @@ struct Dropper {
   std::vector<StoragePtr> waiting GUARDED_BY(lock);
   bool busy GUARDED_BY(lock) = false;
   bool stopping GUARDED_BY(lock) = false;
-  std::thread thread;
+  std::thread thread GUARDED_BY(lock);
   bool is_idle() const REQUIRES(lock) { return waiting.empty() && !busy; }
+  void start() REQUIRES(lock);
 };
 
 Dropper& dropper() {
@@ -87,6 +88,11 @@ void drop_for_ever() {
   }
 }
 
+// While the thread is being stopped, references wait for the next one.
+void Dropper::start() {
+  if (!thread.joinable() && !stopping && !waiting.empty()) thread = std::thread(drop_for_ever);
+}
+
 // Drops a reference if more are left, without a call of Python. False: the drop may run code.
 bool dropped_for_others(StoragePtr* storage) {
   auto& counts = counts_of(storage->get());
@@ -108,8 +114,8 @@ void drop_later(StoragePtr storage) {
     return;  // dropped here: a child has no such thread, and is in no malloc and under no lock
   Dropper& d = dropper();
   const Hold lock(d.lock);
-  if (!d.thread.joinable()) d.thread = std::thread(drop_for_ever);
   d.waiting.push_back(std::move(storage));
+  d.start();
   d.changed.notify_all();
 }
 
@@ -131,21 +137,24 @@ bool wait_for_dropper(double seconds) {
 
 void stop_dropper() {
   Dropper& d = dropper();
+  std::thread ends;
   {
     const Hold lock(d.lock);
     d.stopping = true;
+    ends.swap(d.thread);
     d.changed.notify_all();
   }
-  if (d.thread.joinable()) d.thread.join();
+  if (ends.joinable()) ends.join();
   const Hold lock(d.lock);
   d.stopping = false;
+  d.start();  // other threads may have dropped references meanwhile
 }
 
 // The thread is not in the child.
 static const bool renews_dropper = in_forked_child([] {
   Dropper& d = dropper();
-  new (&d.thread) std::thread;
   const Hold lock(d.lock);
+  new (&d.thread) std::thread;
   d.busy = false;
 });
 

@@ -385,7 +385,7 @@ void Module::def(const char* name, const char* text, const char* doc) {
   described_functions().push_back({name, B::hints(one), B::result(), doc});
 }
 
-// Adds the descriptions of functions, dicts and constants. scripts/make_stub.py writes two files from them.
+// Adds the descriptions of functions, dicts and constants. tools/house/make_stub.py writes two files from them.
 void bind_descriptions(Module& module);
 
 }  // namespace memmgr::pager

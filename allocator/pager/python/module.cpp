@@ -64,6 +64,22 @@ namespace {
 const char* text_or_null(const std::optional<std::string>& text) { return text ? text->c_str() : nullptr; }
 
 // search: -1, or MM_BY_*: whether requests without a run of addresses choose victims for one. remap: MM_REMAP_*.
+// The tier below `pool`. Without a folder, a pool on the host gets a tier that only reads files that are mapped.
+void open_tier(Pool* pool, const char* folder, uint64_t disk_bytes, uint64_t throttle, uint64_t host_bytes) {
+  char why[200] = {};
+  if (pool->on_host() && folder) {
+    budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
+    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
+  } else if (pool->on_host()) {
+    budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
+    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
+  } else if (host_bytes) {
+    budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
+    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
+  }
+  budget.tier_writes = budget.tier && !(pool->on_host() && !folder);
+}
+
 void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint64_t disk_bytes, uint64_t throttle,
              uint64_t small_bytes, bool may_evict, bool may_offload, bool torture, bool verify, bool prefetch,
              Order order, int search, int remap, bool apart, const std::string& device,
@@ -76,18 +92,7 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   seconds_of_ticks(0);
   const c10::Device where{device};
   Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, text_or_null(driver));
-  char why[200] = {};
-  if (pool->on_host() && folder && may_offload) {
-    budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
-    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
-  } else if (pool->on_host()) {
-    budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
-    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
-  } else if (host_bytes && may_offload) {
-    budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
-    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
-  }
-  budget.tier_writes = budget.tier && !(pool->on_host() && !(folder && may_offload));
+  open_tier(pool, may_offload ? folder : nullptr, disk_bytes, throttle, may_offload ? host_bytes : 0);
   learn_mapped();
   Options o;
   o.small_bytes = small_bytes;

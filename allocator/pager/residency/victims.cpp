@@ -17,6 +17,7 @@
 #include "recipes/op_signature.h"
 #include "recipes/recipe.h"
 #include "residency/floor.h"
+#include "residency/score.h"
 
 namespace memmgr::pager {
 
@@ -72,23 +73,6 @@ double io_seconds(const Cell* c) {
 }
 
 constexpr double kSumSecondsPerByte = 1.5e-10;  // on one processor; a device's bytes are copied for it
-
-// The lowest is evicted first (the names are those of memmgr.policies.rules.filters).
-double score(double cost, uint64_t nbytes, double age) {
-  const double m = static_cast<double>(nbytes);
-  switch (budget.options.order) {
-    case Order::kLru:
-      return 1 / age;
-    case Order::kLargest:
-      return 1 / m;
-    case Order::kDelta:
-      return 1 / (m * age);
-    case Order::kDtr:
-    case Order::kRanked:
-      break;
-  }
-  return (cost + 1e-7) / (m * age);
-}
 
 void clear_locked() {
   Victims& all = victims();
@@ -161,7 +145,7 @@ bool refill_victims_locked() {
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
     const uint64_t foretold = next_touch.ticks_until_locked(c);
     const uint64_t age = foretold ? foretold : now > touched ? now - touched : 0;
-    found.push_back({score(cost, c->nbytes, static_cast<double>(age) + 1), c});
+    found.push_back({score(budget.options.order, cost, c->nbytes, static_cast<double>(age) + 1), c});
   });
   std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.score > b.score; });
   clear_locked();

@@ -1,0 +1,12 @@
+// A double for tests/pager/threads_stress.cpp: the one figure of the cells that admission reads.
+#pragma once
+
+#include <c10/macros/Macros.h>
+
+#include "base/budget.h"
+
+namespace memmgr::pager {
+
+extern SumUnderLock resident_cell_bytes;
+
+}  // namespace memmgr::pager
