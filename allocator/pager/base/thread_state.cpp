@@ -9,7 +9,7 @@ namespace memmgr::pager {
 thread_local int tl_depth = 0;
 thread_local int tl_regions = 0;
 thread_local bool tl_making_states = false;
-thread_local bool tl_compiled_forward = false;
+thread_local uint64_t tl_compiled_forward = 0;
 thread_local int tl_readers = 0;
 thread_local int tl_running_recipes = 0;
 thread_local ForeignScope* tl_foreign = nullptr;

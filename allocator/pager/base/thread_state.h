@@ -1,6 +1,8 @@
 // The place of a thread in ops, compiled regions and calls of readers.
 #pragma once
 
+#include <cstdint>
+
 namespace memmgr::pager {
 
 // Ops that this thread is in. An op inside another one has been admitted with it.
@@ -9,9 +11,9 @@ extern thread_local int tl_depth;
 extern thread_local int tl_regions;
 // True while an optimizer makes its states: an output that is filled with one value has no bytes until it is touched.
 extern thread_local bool tl_making_states;
-// True in a compiled graph that is the forward of a training. It runs without gradient mode, and a backward needs its
-// tensors.
-extern thread_local bool tl_compiled_forward;
+// The number of the call of a compiled graph that this thread is in, if that is the forward of a training; 0: it is in
+// none. Such a graph runs without gradient mode, and a backward needs its tensors.
+extern thread_local uint64_t tl_compiled_forward;
 // Calls of raw readers that this thread is in. They have declared their writes.
 extern thread_local int tl_readers;
 

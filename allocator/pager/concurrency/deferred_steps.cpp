@@ -155,8 +155,10 @@ std::exception_ptr run(const SlicePtr& slice) {
     NumericsGuard numerics(slice->numerics);
     c10::OptionalStreamGuard stream;
     if (slice->stream && rule_holds(kRuleWhere)) stream.reset_stream(*slice->stream);
-    const int regions = std::exchange(tl_regions, 0);  // the slice is no code of a compiled region
+    const int regions = std::exchange(tl_regions, 0);  // the slice is no code of a compiled graph
+    const uint64_t forward = std::exchange(tl_compiled_forward, 0);
     result = PyObject_CallNoArgs(slice->run);
+    tl_compiled_forward = forward;
     tl_regions = regions;
   }
   if (!result) failure = thrown();

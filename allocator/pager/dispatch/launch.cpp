@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -87,39 +88,25 @@ class LaunchRecording {
         on_(tl_compiled_forward && outermost && kernel.info->function.load(std::memory_order_relaxed) && !tl_foreign &&
             !budget.forked && !captures.load()) {}
 
-  // Called before the tensors are touched. The bytes that the kernel writes over belong to versions.
-  void adopt_written(PyObject* args) {
+  // Reads the arguments, before their tensors are touched. The bytes that the kernel writes over belong to versions.
+  // The GIL is held.
+  void read(PyObject* args) {
     if (C10_LIKELY(!on_)) return;
-    for_each_tensor(kernel_, args, [](c10::TensorImpl* t, bool written) {
-      if (!written || !t->has_storage()) return;
-      c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
+    on_ = read_arguments(args);
+    for (const KernelArgument& a : arguments_) {
+      if (!on_ || !a.written) continue;
+      c10::StorageImpl* s = a.tensor->unsafe_storage().unsafeGetStorageImpl();
       if (!cell_of(s) && s->nbytes() < budget.options.small_bytes && adoptable(s)) adopt(s);
-    });
+    }
   }
 
-  // The cells are pinned, and nothing is written yet.
-  void begin(PyObject* args, const Frame& frame) {
+  // The cells are pinned, and nothing is written yet. The GIL may be free.
+  void begin(const Frame& frame) {
     if (C10_LIKELY(!on_) || frame.bytes() == 0) return;
-    c10::SmallVector<KernelArgument, 12> arguments;
-    const auto n = static_cast<size_t>(PyTuple_GET_SIZE(args));
-    if (n != kernel_.args.size()) return;  // the kernel raises an error
-    for (size_t i = 0; i < n; ++i) {
-      PyObject* o = PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i));
-      KernelArgument& a = arguments.emplace_back();
-      a.written = kernel_.args[i] == kArgumentWritten;
-      if (kernel_.args[i] == kArgumentNumber) {
-        a.number = PyLong_CheckExact(o) ? PyLong_AsLongLong(o) : 0;
-        if (!PyLong_CheckExact(o) || (a.number == -1 && PyErr_Occurred())) return PyErr_Clear();
-      } else if (THPVariable_Check(o) && THPVariable_Unpack(o).has_storage()) {
-        a.tensor = THPVariable_Unpack(o).unsafeGetTensorImpl();
-      } else {
-        return;
-      }
-    }
-    recording_.begin(describe_launch(kernel_.info, arguments));
+    recording_.begin(describe_launch(kernel_.info, arguments_));
     if (!recording_.recipe()) return;
-    for (size_t i = 0; i < arguments.size(); ++i)
-      if (arguments[i].written) note_written(arguments[i].tensor->unsafe_storage().unsafeGetStorageImpl());
+    for (const KernelArgument& a : arguments_)
+      if (a.written) note_written(a.tensor->unsafe_storage().unsafeGetStorageImpl());
     if (C10_UNLIKELY(recording_.is_new())) recording_.copy_written();
   }
 
@@ -163,13 +150,35 @@ class LaunchRecording {
   }
 
  private:
+  // False: the launch cannot be recorded, or its kernel raises an error.
+  bool read_arguments(PyObject* args) {
+    const auto n = static_cast<size_t>(PyTuple_GET_SIZE(args));
+    if (n != kernel_.args.size()) return false;
+    for (size_t i = 0; i < n; ++i) {
+      PyObject* o = PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i));
+      KernelArgument& a = arguments_.emplace_back();
+      a.written = kernel_.args[i] == kArgumentWritten;
+      if (kernel_.args[i] != kArgumentNumber) {
+        if (!THPVariable_Check(o) || !THPVariable_Unpack(o).has_storage()) return false;
+        a.tensor = THPVariable_Unpack(o).unsafeGetTensorImpl();
+        continue;
+      }
+      if (!PyLong_CheckExact(o)) return false;
+      int overflow = 0;
+      a.number = PyLong_AsLongLongAndOverflow(o, &overflow);
+      if (overflow) return false;
+    }
+    return true;
+  }
+
   // In the order of the recipe's tensors that are written.
   void note_written(c10::StorageImpl* s) {
     if (std::find(written_.begin(), written_.end(), s) == written_.end() && s->nbytes() > 0) written_.push_back(s);
   }
 
   const Kernel& kernel_;
-  const bool on_;
+  bool on_;
+  c10::SmallVector<KernelArgument, 12> arguments_;
   Recording recording_;
   c10::SmallVector<c10::StorageImpl*, 8> written_;
 };
@@ -186,7 +195,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
       for (const Touched& t : frame->cells())
         if (C10_UNLIKELY(!t.cell->resident()) && !released) released.emplace();
       frame->pin_all();
-      recording->begin(args, *frame);
+      recording->begin(*frame);
       frame->begin_writes();
       return;
     } catch (const c10::OutOfMemoryError&) {
@@ -209,7 +218,7 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
   Frame frame;
   frame.may_wait(depth.outermost());
   LaunchRecording recording(kernel, depth.outermost());
-  recording.adopt_written(args);
+  recording.read(args);
   touch(kernel, args, &frame);
   if (works_in_flight()) poll_works();
   if (frame.empty() && !frame.writes()) return run_kernel(kernel, self, args);
@@ -311,7 +320,7 @@ void begin_buffer(c10::StorageImpl* s) {
   const Hold lock(graph_lock());
   Cell* c = adopt_locked(s, 0, ticks(), large);
   if (!c) return;
-  c->blank = true;
+  c->blank_in = tl_compiled_forward;
   if (c->small)
     c->version->uninitialized = true;
   else
@@ -357,7 +366,8 @@ bool page_kernel(PyObject* function, const std::string& key, const std::string& 
     OpInfo* info = info_of_kernel(key, name);
     // A library that was loaded before with the same source stays loaded, and recipes may call it.
     if (repeats && args.size() <= kMostKernelArguments && !info->function) info->function = function_behind(def);
-    kernels()[def] = {def->ml_meth, info, args};
+    // A launch of an earlier budget may still read its entry.
+    kernels().try_emplace(def, Kernel{def->ml_meth, info, args});
     def->ml_meth = &launch;
   }
   return true;
@@ -379,8 +389,9 @@ bool page_buffers(PyObject* function) {
 }
 
 PyObject* call_forward(PyObject* function, PyObject* args, PyObject* kwargs) {
+  static std::atomic<uint64_t> calls{0};
   struct Forward {
-    const bool before = std::exchange(tl_compiled_forward, true);
+    const uint64_t before = std::exchange(tl_compiled_forward, ++calls);
     ~Forward() { tl_compiled_forward = before; }
   } const forward;
   return PyObject_Call(function, args, kwargs);

@@ -36,7 +36,7 @@ struct LaunchDescriber {
     } else {
       if (!c && !owner) c = adopt(s);
       if (!c) return false;  // of memory that is not the pool's
-      a.role = !owner ? Role::kRead : c->blank && c->version->uninitialized ? Role::kFresh : Role::kWritten;
+      a.role = !owner ? Role::kRead : is_blank(c) ? Role::kFresh : Role::kWritten;
     }
     hash.mix(static_cast<uint64_t>(a.role) + 43);
     cells.push_back(c);

@@ -82,6 +82,8 @@ TensorArg& add_tensor(Recipe* recipe, const c10::TensorImpl* t, size_t argument,
   return a;
 }
 
+bool is_blank(const Cell* c) { return c->blank_in && c->blank_in == tl_compiled_forward && c->version->uninitialized; }
+
 bool is_value(const TensorArg& a, const c10::TensorImpl* t) {
   return a.storage_bytes <= sizeof a.value && t->numel() <= 1 && t->device().is_cpu() &&
          t->unsafe_storage().unsafeGetStorageImpl()->data();
@@ -194,7 +196,7 @@ static bool describe_arguments(Describer* d, const OpInfo* info, const c10::IVal
 // Returns true if the recipe can have the version as an input, or as memory that its op writes.
 static bool may_take_locked(const Recipe* r, const TensorArg& a, const Cell* c) {
   const Version* v = c->version;
-  if (a.role == Role::kFresh) return c->blank && v->uninitialized;
+  if (a.role == Role::kFresh) return is_blank(c) && c->escape == Escape::kNone;
   // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
   if (c->escape != Escape::kNone || v->uninitialized) return false;
   if (a.role != Role::kWritten) return true;
