@@ -197,7 +197,8 @@ def driver_calls(place: Place) -> Act:
     if compiler is None:
         return replace(act, missing="no carry/driver_calls and no C++ compiler")
     words = shlex.join([compiler, *COMPILED_WITH, str(HERE / "driver_calls.cpp")])
-    script = f'made=$(mktemp -d) && {words} -o "$made/calls" -ldl -lpthread && "$made/calls"; code=$?; rm -r "$made"; exit $code'
+    build = f'made=$(mktemp -d) && {words} -o "$made/calls" -ldl -lpthread'
+    script = f'{build} && "$made/calls" "$@"; code=$?; rm -r "$made"; exit $code'
     return replace(act, command=["bash", "-c", script], limit_seconds=50)
 
 
