@@ -83,9 +83,11 @@ def fetch(version: str) -> Path:
     return target
 
 
-def check(source: Path, include: Path, cuda: Path, extra: Sequence[str] = ()) -> str:
-    """Compiles one unit against these headers; the errors and warnings in our own files, or an empty string."""
-    standard = "c++20" if torch_version(include) >= (2, 12) else "c++17"
+def check(source: Path, include: Path, cuda: Path, extra: Sequence[str] = (), standard: str = "") -> str:
+    """Compiles one unit against these headers; the errors and warnings in our own files, or an empty string. `standard`: empty
+    stands for the one that these headers ask for.
+    """
+    standard = standard or ("c++20" if torch_version(include) >= (2, 12) else "c++17")
     with tempfile.TemporaryDirectory() as stub:
         if not (include / MACROS).is_file():
             (Path(stub) / MACROS).parent.mkdir(parents=True)

@@ -559,6 +559,9 @@ class Pager:
     def storage_info(self, tensor: torch.Tensor, /) -> StorageInfo | None:
         """None: it has no storage on the device."""
 
+    def written_arguments(self, op: str, overload: str) -> list[str]:
+        """The arguments that a call of this op may write, by the pager's tables."""
+
     def resident_cells(self) -> list[ResidentCell]:
         """The resident cells that are not small."""
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.ao import quantization
 
 import memmgr
+from memmgr.native import binding as native
 
 pytestmark = [
     pytest.mark.skipif(not torch.backends.quantized.supported_engines, reason="no quantized kernels in this torch"),
@@ -84,4 +85,30 @@ def test_a_write_reads_the_scales_of_channels() -> None:
     want = written()
     with memmgr.budget("1GB", policy="torture", quiet=True):
         found = written()
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.skipif("onednn" not in torch.backends.quantized.supported_engines, reason="oneDNN's kernels alone do it")
+def test_a_sum_that_onednn_adds_in_place_is_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schema declares no write to the accumulated tensor, which is the result where it is channels_last."""
+    monkeypatch.setattr(torch.backends.quantized, "engine", "onednn")
+    torch.manual_seed(0)
+    x, accumulated = (torch.quantize_per_tensor(torch.rand(1, 64, 16, 16), 0.1, 0, torch.quint8) for _ in range(2))
+    weight = torch.quantize_per_tensor(torch.randn(64, 64, 3, 3), 0.05, 0, torch.qint8)
+    packed = torch.ops.quantized.conv2d_prepack(weight, torch.zeros(64), [1, 1], [1, 1], [1, 1], 1)
+
+    def added(pager: native.Pager | None) -> tuple[torch.Tensor, torch.Tensor]:
+        sum_ = accumulated.clone(memory_format=torch.channels_last)
+        for turn in (1, 1):
+            if pager is not None:
+                assert pager.take_away(sum_, turn) > 0
+            result = torch.ops.quantized.conv2d_add(x, sum_, packed, 0.2, 3)
+        if pager is not None:
+            pager.take_away(sum_, 1)
+        return sum_.int_repr(), result.int_repr()
+
+    want = added(None)
+    assert not torch.equal(want[0], accumulated.int_repr())
+    with memmgr.budget("1GB", quiet=True):
+        found = [t.clone() for t in added(native.load())]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

@@ -53,6 +53,7 @@ CXX20 = re.compile(
     r"std::(erase_if|erase\(|span\b|ranges|bit_|popcount|count[lr]_|has_single_bit|midpoint|ssize|jthread|source_location|format\b)"
     r"|\b(consteval|constinit|requires|co_await|co_yield|char8_t)\b|<=>|\.(contains|starts_with|ends_with)\("
     r"|#include <(span|ranges|bit|concepts|format|source_location)>"
+    r"|(static_assert\(|constexpr [^;{]*=[^;{]*)\s*!?std::(is_sorted|equal|find\w*|count\w*|(all|any|none)_of|max_element|min_element)\("
 )
 
 
@@ -63,6 +64,19 @@ def test_what_faces_torch_is_cxx17(room: str) -> None:
     for file in sources:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             assert not CXX20.search(line.split("//")[0]), f"{file.name}:{number}: {line.strip()}"
+
+
+def test_an_algorithm_in_a_constant_is_found() -> None:
+    """The standard's algorithms are constant expressions from C++20 on; elsewhere they are C++17."""
+    assert CXX20.search("static_assert(std::is_sorted(std::begin(kFacts), std::end(kFacts)));")
+    assert CXX20.search("constexpr bool kSorted = std::is_sorted(kFacts, kFacts + kLocks);")
+    assert not CXX20.search("const bool sorted = std::is_sorted(all.begin(), all.end());")
+
+
+@pytest.mark.slow  # half a minute of processor time, and the words are looked for above
+def test_the_pager_compiles_as_torch_2_11_would_compile_it(checker: Any) -> None:
+    """The installed torch's headers, with the standard of a release before 2.12."""
+    assert checker.check(checker.UNITS["pager"], INCLUDE, checker.cuda_headers(), standard="c++17") == ""
 
 
 def test_the_releases_are_told_apart(checker: Any) -> None:

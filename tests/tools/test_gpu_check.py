@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from driver import build
 
+from memmgr.policies.trace import TierLink
 from memmgr.tools import cli
-from memmgr.tools.gpu import check, plans
+from memmgr.tools.bench import measure
+from memmgr.tools.common.rates import Rates, read_rates
+from memmgr.tools.gpu import check, figures, measured, plans
 from memmgr.tools.gpu.check import Check
 from memmgr.tools.gpu.plans import Act, Place
 from memmgr.tools.gpu.verdicts import RISKS, Figures, next_steps, summary
@@ -289,3 +292,29 @@ def test_driver_calls_on_the_double_has_figures(driver_calls: Path) -> None:
     assert lines["begin.driver"]["value"] == 13000
     assert lines["host.event_record"]["unit"] == "ns" and lines["host.event_record"]["value"] > 0
     assert not {"crash", "watchdog", "context"} & set(lines)
+
+
+def test_on_a_gpu_doctor_writes_the_table_of_a_simulation_too(
+    driver_calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver is the double; torch's rates are given, because no torch here has a GPU."""
+    (tmp_path / "carry").mkdir()
+    (tmp_path / "carry" / "driver_calls").symlink_to(driver_calls)
+    monkeypatch.chdir(tmp_path)  # nothing is compiled where it was carried
+    rates = Rates("A card", {"float32": 1e12}, 2e12, 1 << 30, TierLink("host", 1e9, 1e9), "measured, torch")
+    monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: rates)
+    monkeypatch.setattr(measured, "SECTIONS", ("system", "host"))
+    monkeypatch.setenv("MEMMGR_DRIVER", str(build.fake_driver()))
+    path = tmp_path / "card.json"
+    assert cli.main(["doctor", "--measure", str(path)]) == 0
+    assert read_rates(path) == rates
+    table = json.loads(path.read_text())
+    simulated, before = figures.read(path), figures.read(figures.H100)
+    assert simulated["memory"] == 2e12 and simulated["flops.float32"] == 1e12
+    assert table["figures"]["cuEventRecord"]["source"].startswith("driver_calls on ")
+    assert simulated["kernel"] == before["kernel"]  # not measured
+    monkeypatch.setenv("MEMMGR_DRIVER", "/nowhere/libcuda.so.1")
+    capsys.readouterr()
+    assert cli.main(["doctor", "--measure", str(path)]) == 0
+    assert "no table of a simulation: /nowhere/libcuda.so.1" in capsys.readouterr().err
+    assert read_rates(path) == rates and "figures" not in json.loads(path.read_text())

@@ -76,7 +76,9 @@ def measure(folder: str, step: FakeStep | None = None, *, size: int = 512 << 20,
     return Rates(name, flops, bandwidth, memory, link, source, device.type != "cpu", per_call, calls)
 
 
-def write(path: Path, folder: str, what: str | None, size: int) -> int:
+def write(
+    path: Path, folder: str, what: str | None, size: int, simulation: Callable[[Rates], dict[str, Any]] | None = None
+) -> int:
     """`memmgr doctor --measure`.
 
     Args:
@@ -84,6 +86,7 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
         folder: where the tier would be.
         `what`: FILE.py:FUNCTION, which makes a step.
         size: bytes with which the tier is measured.
+        simulation: makes the table of a simulation of this accelerator; it goes into the same file.
     """
     if path.suffix != ".json":  # by which memmgr plan knows it
         raise UsageError(f"--measure: {path} does not end in .json")
@@ -92,7 +95,7 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
         with ends_at_once("doctor"):
             step = record(from_file(what), accelerator=False) if what else None
         rates = measure(folder, step, size=size)
-        write_rates(path, rates)
+        write_rates(path, rates, simulation(rates) if simulation is not None and rates.accelerator else {})
     except StepError as error:
         raise UsageError(str(error)) from None
     except OSError as error:

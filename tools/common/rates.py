@@ -14,12 +14,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from memmgr.policies.trace import TierLink
 from memmgr.tools.common.outputs import write_whole
 from memmgr.tools.common.usage_error import UsageError
 
 VERSION = 1
+SIMULATION = ("version", "figures")
+"""Keys of a simulation's table, which may be in the same file: `memmgr gpu-check --simulated` reads them."""
 GIB = 2**30
 
 
@@ -128,6 +131,8 @@ def read_rates(path: Path) -> Rates:
         if found.pop("memmgr_rates") != VERSION:
             raise UsageError(f"{path}: a table of another version of memmgr; measure again")
         link = TierLink(**found.pop("link")) if found.get("link") else found.pop("link")
+        for key in SIMULATION:
+            found.pop(key, None)
         calls = {signature: (float(s), int(size)) for signature, (s, size) in found.pop("calls").items()}
         for key, of in (("bytes_per_second", float), ("call_seconds", float), ("memory_bytes", int)):
             found[key] = of(found[key])
@@ -141,13 +146,13 @@ def read_rates(path: Path) -> Rates:
         raise UsageError(f"{path} is no table of memmgr doctor --measure ({type(error).__name__}: {error})") from None
 
 
-def write_rates(path: Path, rates: Rates) -> None:
-    """Writes a table.
+def write_rates(path: Path, rates: Rates, simulation: Mapping[str, Any] | None = None) -> None:
+    """Writes a table; with that of a simulation, the file is either.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_whole(path, json.dumps({"memmgr_rates": VERSION, **asdict(rates)}, indent=1) + "\n")
+    write_whole(path, json.dumps({"memmgr_rates": VERSION, **(simulation or {}), **asdict(rates)}, indent=1) + "\n")
 
 
 def with_tier(rates: Rates, tier: str, capacity_bytes: int | None) -> Rates:

@@ -51,8 +51,9 @@ _LINK = {
     "pageable_in": "pageable_htod_64MiB",
     "memory": "compute_alone",
 }
+_LOCKING = {"host_alloc": "host_alloc_1GiB_again", "host_register": "touch_8_register_1GiB"}
 _PAGES = {"cuMemCreate": "create", "cuMemMap": "map", "cuMemUnmap": "unmap_freeing_each", "cuMemRelease": "release"}
-"""The names of figures in driver_calls.cpp, behind host., link. and in the details of pages.idle_20MiB."""
+"""The names of figures in driver_calls.cpp, behind host., link., locking. and in the details of pages.idle_20MiB."""
 
 
 def of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -> dict[str, Any]:
@@ -86,6 +87,8 @@ def of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -
     put("timed_record", None if timing is None or plain is None else (timing - plain) / 1e3, "us")
     for name, way in _LINK.items():
         put(name, value(f"link.{way}"), "GB/s")
+    for name, way in _LOCKING.items():
+        put(name, value(f"locking.{way}"), "s/GiB")
     pages = seen.get("pages.idle_20MiB", {}).get("detail", {})
     for name, phase in _PAGES.items():
         put(name, pages.get(f"{phase}_us"), "us")
@@ -95,6 +98,25 @@ def of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -
     small = value("link.host_alloc_dtoh_64KiB")
     if small is not None:
         put("copy_latency", 1e6 * max(0.0, 65536 / 1e9 * (1 / small - 1 / table["figures"]["out"]["value"])), "us")
+    return table
+
+
+def with_rates(
+    table: dict[str, Any], flops: Mapping[str, float], bytes_per_second: float, source: str, date: str
+) -> dict[str, Any]:
+    """The table with measured rates of its kernels in their places.
+
+    Args:
+        table: as `of_check` gives it.
+        flops: arithmetic a second, by dtype.
+        bytes_per_second: to and from the device's memory.
+        source: of both.
+        date: as 2026-11-28.
+    """
+    rates = {f"flops.{dtype}": (rate / 1e12, "TFLOP/s") for dtype, rate in flops.items()}
+    rates["memory"] = (bytes_per_second / 1e9, "GB/s")
+    for name, (value, unit) in rates.items():
+        table["figures"][name] = {"value": round(value, 4), "unit": unit, "source": source, "date": date}
     return table
 
 

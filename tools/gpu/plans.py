@@ -143,7 +143,7 @@ def first(place: Place) -> list[Act]:
 def second(place: Place) -> list[Act]:
     """The mended models, uses besides plain training, and the figures beside torch's own ways to save memory."""
     acts = [bits(place, model) for model in ("lstm", "resnet18", "gpt2", "gpt_fp32")]
-    acts.append(marked_tests())
+    acts += [marked_tests("tests", KERNELS_AND_DEVICE), marked_tests("unseen writes", UNSEEN_WRITES)]
     acts += [other(place, name, "ways", 60) for name in ("graphs", "streams", "compiled", "trainer", "answers")]
     acts += [timing(place, model, 75) for model in ("gpt2", "resnet50")]
     acts += [other(place, "largest", f"largest {way}", 60, way) for way in ("plain", "memmgr")]
@@ -197,19 +197,23 @@ def driver_calls(place: Place) -> Act:
     if compiler is None:
         return replace(act, missing="no carry/driver_calls and no C++ compiler")
     words = shlex.join([compiler, *COMPILED_WITH, str(HERE / "driver_calls.cpp")])
-    script = f'made=$(mktemp -d) && {words} -o "$made/calls" -ldl -lpthread && "$made/calls"; code=$?; rm -r "$made"; exit $code'
+    build = f'made=$(mktemp -d) && {words} -o "$made/calls" -ldl -lpthread'
+    script = f'{build} && "$made/calls" "$@"; code=$?; rm -r "$made"; exit $code'
     return replace(act, command=["bash", "-c", script], limit_seconds=50)
 
 
 COMPILED_WITH = ("-std=c++17", "-O2", "-static-libstdc++", "-static-libgcc")
 
 
-def marked_tests() -> Act:
-    """The tests marked gpu of kernels and device, with the installed package and the checkout's tests."""
-    files = ["tests/driver/test_kernels.py", "tests/driver/test_real_device.py"]
+KERNELS_AND_DEVICE = ("tests/driver/test_kernels.py", "tests/driver/test_real_device.py")
+UNSEEN_WRITES = ("tests/ops/test_state_arguments.py",)
+
+
+def marked_tests(name: str, files: tuple[str, ...]) -> Act:
+    """The tests marked gpu in these files, with the installed package and the checkout's tests."""
     # -P keeps the working folder off the path, and with it the checkout's ./memmgr, which lacks policies and tools.
-    pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
-    act = Act("tests", pytest, "bits", 75, {"MEMMGR_INSTALL": "0"})
+    pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu and not slow", "-p", "no:cacheprovider", *files]
+    act = Act(name, pytest, "bits", 75, {"MEMMGR_INSTALL": "0"})
     for folder in (HERE.parents[1], Path.cwd()):
         if all((folder / file).is_file() for file in files):
             return replace(act, folder=folder, command=[*pytest, "--rootdir", str(folder)])

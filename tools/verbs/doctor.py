@@ -7,7 +7,8 @@
     memmgr doctor --explain LOG    the last BudgetError of a run with --log:
                                    why it needs so much
     memmgr doctor --measure here.json --step model.py:make_step
-                                   rates and op times, for memmgr plan
+                                   rates and op times, for memmgr plan; on a
+                                   GPU also for gpu-check --simulated
 
 Marks: "ok"; "weaker" works, with less speed or comfort; "NO" does not work. The last two have a line of advice.
 
@@ -30,12 +31,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from memmgr.config import variables
 from memmgr.config.extras import pip_line
 from memmgr.config.sizes import show_size
 from memmgr.config.torch_versions import unfit
 from memmgr.tools.bench.disk_speed import copy_speed, disk_speed
+from memmgr.tools.common.rates import Rates
 from memmgr.tools.common.step_file import step_function
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view.last_error import explain
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure:
         from memmgr.tools.bench.measure import write
 
-        return write(args.measure, folder, args.step, size)
+        return write(args.measure, folder, args.step, size, _simulation)
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _budget,
         _versions,
@@ -122,6 +125,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"good": good, "findings": [asdict(finding) for finding in found]}, indent=1))
     return 0 if good else 1
+
+
+def _simulation(rates: Rates) -> dict[str, Any]:
+    """The figures of this GPU and its driver, for `memmgr gpu-check --simulated`; {}: they cannot be measured here."""
+    from memmgr.tools.gpu import figures, measured
+
+    try:
+        table = measured.driver_figures()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as why:
+        print(f"memmgr doctor: no table of a simulation: {why}", file=sys.stderr)
+        return {}
+    return figures.with_rates(table, rates.flops, rates.bytes_per_second, rates.source, time.strftime("%Y-%m-%d"))
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -28,8 +28,13 @@ constexpr Facts kFacts[kLocks] = {
 #undef LOCK
 };
 
-static_assert(std::is_sorted(std::begin(kFacts), std::end(kFacts),
-                             [](const Facts& a, const Facts& b) { return a.rank < b.rank; }));
+// std::is_sorted is constexpr from C++20 on, and torch 2.11 is compiled with C++17.
+constexpr bool ranks_rise() {
+  for (size_t i = 1; i < kLocks; ++i)
+    if (kFacts[i].rank < kFacts[i - 1].rank) return false;
+  return true;
+}
+static_assert(ranks_rise());
 
 const Facts& facts_of(LockId id) { return kFacts[static_cast<size_t>(id)]; }
 

@@ -204,16 +204,19 @@ const Names& writes_statistics() {
   return *n;
 }
 
-// Arguments that an op writes without a declaration. The backwards of RNNs compute in the memory that their forward
-// kept for them, so a second backward (`retain_graph`) reads it again. cuDNN and MIOpen advance the state of their
-// dropout generator in place; torch keeps it in one tensor for each device and passes it to each forward.
+// Arguments that an op writes without a declaration; tests/ops/state_arguments.py has the reason for each that looks
+// like state. The backwards of RNNs compute in the memory that their forward kept for them, so a second backward
+// (`retain_graph`) reads it again. cuDNN's batch norm gets its reserve as memory that it may write. cuDNN and MIOpen
+// advance the state of their dropout generator in place; torch keeps it in one tensor for each device and passes it to
+// each forward. oneDNN's quantized convolution adds to `qaccum` in place where that is channels_last, and returns it.
 const std::unordered_map<std::string, std::string>& written_in_silence() {
-  static const auto* n =
-      new std::unordered_map<std::string, std::string>{{"aten::mkldnn_rnn_layer_backward", "workspace"},
-                                                       {"aten::_cudnn_rnn", "dropout_state"},
-                                                       {"aten::_cudnn_rnn_backward", "reserve"},
-                                                       {"aten::miopen_rnn", "dropout_state"},
-                                                       {"aten::miopen_rnn_backward", "reserve"}};
+  static const auto* n = new std::unordered_map<std::string, std::string>{
+      {"aten::mkldnn_rnn_layer_backward", "workspace"}, {"aten::_cudnn_rnn", "dropout_state"},
+      {"aten::_cudnn_rnn_backward", "reserve"},         {"aten::miopen_rnn", "dropout_state"},
+      {"aten::miopen_rnn_backward", "reserve"},         {"aten::cudnn_batch_norm_backward", "reserveSpace"},
+      {"aten::batch_norm_backward", "reserve"},         {"aten::_copy_from", "dst"},
+      {"aten::_copy_from_and_resize", "dst"},           {"quantized::conv2d_add", "qaccum"},
+      {"quantized::conv2d_add_relu", "qaccum"},         {"symm_mem::one_shot_all_reduce_copy_out", "symm_buffer"}};
   return *n;
 }
 

@@ -273,6 +273,17 @@ std::vector<ResidentCell> py_resident_cells() {
   return found;
 }
 
+std::vector<std::string> py_written_arguments(const std::string& op, const std::string& overload) {
+  const c10::OperatorHandle handle = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str());
+  const OpInfo* info = info_of(handle);
+  std::vector<std::string> names;
+  for (size_t i = 0; i < info->arguments; ++i) {
+    const bool statistic = static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var;
+    if (info->written[i] || statistic) names.push_back(handle.schema().arguments()[i].name());
+  }
+  return names;
+}
+
 }  // namespace
 
 std::optional<StorageInfo> info_of_storage(const at::Tensor& t) {
@@ -299,6 +310,8 @@ void bind_introspection(Module& m) {
   m.def<&py_watch_cells>("watch_cells", "limit", "Describes the largest cells, and sums over all by module.");
   m.def<&py_memory_map>("memory_map", "columns", "Describes the address space.");
   m.def<&py_storage_info>("storage_info", "tensor", "None: it has no storage on the device.");
+  m.def<&py_written_arguments>("written_arguments", "op, overload",
+                               "The arguments that a call of this op may write, by the pager's tables.");
   m.def<&py_resident_cells>("resident_cells", "", "The resident cells that are not small.");
 }
 
