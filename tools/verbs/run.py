@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="12GB, 12GiB, 80%% (of the device), need*60%%, auto, none (the default: it only measures)",
+        help="12GB, 80%% (of the device), need*60%%, auto, device (all that is free there), none (the default: it only measures)",
     )
     parser.add_argument(
         "--ratio", metavar="SHARE", help="60%%, 0.6: a share of what the run needs, measured in its first passes"
