@@ -111,6 +111,22 @@ def run(args: argparse.Namespace) -> int:
         except Refused:
             _Closing.silent = True
             raise
+    return _start(args, code, main)
+
+
+def run_without(args: argparse.Namespace) -> int:
+    """Runs the script as `python` does, without a budget, to measure the cost of one; its exit code."""
+    os.environ.pop("MEMMGR_BUDGET", None)
+    _set_path(args)
+    return _start(args, *_load(args))
+
+
+def last_error() -> BaseException | None:
+    """The exception that has ended the script."""
+    return _Closing.error
+
+
+def _start(args: argparse.Namespace, code: CodeType, main: ModuleType) -> int:
     sys.argv[:] = [str(main.__file__) if args.module else args.script, *args.arguments]
     sys.modules["__main__"] = main
     return _execute(code, main)
@@ -218,7 +234,9 @@ def _load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
     path = os.path.join(os.getcwd(), args.script)
     try:
         with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+            source = file.read()
+        edit = getattr(args, "edit", None)  # of the verb tune: another batch size
+        code = compile(source if edit is None else edit(source, path), path, "exec", dont_inherit=True)
     except OSError as error:
         raise UsageError(f"cannot read {args.script}: {error.strerror}{_meant_beside(path)}") from None
     except (SyntaxError, ValueError):
