@@ -154,8 +154,8 @@ def _mlflow(writer: Any, history: _History, step: int, prefix: str, why: str, ho
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         for name, values in series.items():
-            line = {"color": "#c0202a", "linestyle": "--"} if name == "budget_gb" else {"marker": "."}
-            axes.plot(history.steps, values, label=name, **line)
+            form = "r--" if name == "budget_gb" else ".-"
+            axes.plot(history.steps, values, form, label=name)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
