@@ -79,7 +79,7 @@ def test_nothing_is_proposed_where_nothing_holds() -> None:
 
 def _result(seconds: list[float], planned: int = 0, **more: Any) -> Result:
     ends = [float(sum(seconds[:k])) for k in range(len(seconds) + 1)]
-    return Result(ends, [max(0, k - planned) if planned else 0 for k in range(len(ends))], **more)
+    return Result(ends, planned=[max(0, k - planned) if planned else 0 for k in range(len(ends))], **more)
 
 
 def test_the_same_passes_are_compared_once_a_plan_is_followed() -> None:
@@ -91,6 +91,9 @@ def test_the_same_passes_are_compared_once_a_plan_is_followed() -> None:
     slower = _result([5, 1, 1, 1, 3, 3, 3, 3])
     assert compare([plain, slower], _result([50, 9, 9, 9, 3, 3, 3, 3])).slowdown == 1.5, "of both runs without memmgr"
     assert compare([plain], _result([1, 1])).slowdown is None
+    plain.processor, slower.processor = [0.1 * k for k in range(9)], [0.1 * k for k in range(9)]
+    used = compare([plain, slower], _result([50, 9, 9, 9, 3, 3, 3, 3], processor=[0.2 * k for k in range(9)])).processor
+    assert used == pytest.approx(2)
     assert compare([plain], Result(error="BudgetError: x", floor_error=True)).why == "the budget is too small"
 
 

@@ -65,6 +65,7 @@ class Clock:
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # a pass ends when its last kernel does
             self.result.ends.append(time.monotonic())
+            self.result.processor.append(time.process_time())
             self.result.planned.append(_planned())
             if self._job.trace is None and len(self.result.ends) >= self._job.passes:
                 self.finish()

@@ -68,6 +68,7 @@ class Result:
 
     Attributes:
         ends: seconds of the monotonic clock at which each pass ended.
+        processor: for each of them, seconds of processor time of the process so far, all threads together.
         planned: for each of them, the passes by plan so far.
         peak_bytes: the most that the passes would have held without a budget; 0: not known.
         floor_error: the budget was too small.
@@ -78,6 +79,7 @@ class Result:
     """
 
     ends: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     planned: list[int] = field(default_factory=list)
     peak_bytes: int = 0
     floor_error: bool = False

@@ -34,12 +34,15 @@ class Measured:
         passes: passes that were compared.
         seconds: of one of them, with the budget.
         why: there is no figure.
+        processor: processor time of the same passes, one over the other; None: not known. Waiting is not in it, and neither
+            is the work of other programs.
     """
 
     slowdown: float | None
     passes: int = 0
     seconds: float = 0.0
     why: str = ""
+    processor: float | None = None
 
 
 class Runner:
@@ -170,7 +173,10 @@ def compare(plain: list[Result], managed: Result) -> Measured:
         return Measured(None, why=f"only {there} passes could be compared")
     seconds = sum(managed.seconds[first:there])
     usual = sum(sum(run.seconds[first:there]) for run in plain) / len(plain)
-    return Measured(seconds / usual, there - first, seconds / (there - first))
+    used = [run.processor[there] - run.processor[first] for run in (*plain, managed) if run.processor]
+    usually = sum(used[:-1])
+    processor = used[-1] * len(plain) / usually if len(used) == len(plain) + 1 and usually > 0 else None
+    return Measured(seconds / usual, there - first, seconds / (there - first), processor=processor)
 
 
 def usual_seconds(run: Result) -> float:

@@ -31,6 +31,7 @@ class At:
         measured: the same ratio of a run; None: it was not run, or failed.
         passes: that were measured.
         why: a run without a figure.
+        processor: as `measured`, of the processor's time, without waiting; None: not known.
     """
 
     share: int
@@ -40,6 +41,7 @@ class At:
     measured: float | None = None
     passes: int = 0
     why: str = ""
+    processor: float | None = None
 
 
 @dataclass
@@ -132,7 +134,14 @@ def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> t
         at = points[share]
         budget_bytes = round_up(at.budget_bytes)
         found = run(budget_bytes, f"{share} % of the need ({show_size(budget_bytes)})")
-        at = replace(at, budget_bytes=budget_bytes, measured=found.slowdown, passes=found.passes, why=found.why)
+        at = replace(
+            at,
+            budget_bytes=budget_bytes,
+            measured=found.slowdown,
+            passes=found.passes,
+            why=found.why,
+            processor=found.processor,
+        )
         points[share] = at
         if found.slowdown is not None and found.slowdown <= most:
             proposal = at

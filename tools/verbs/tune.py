@@ -220,7 +220,11 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
         why = next((at.why for at in tuned.curve if at.why), "no smaller budget is predicted to hold")
         print(f"no proposal within {_factor(tuned.most)}: {why}")
     if tuned.noise > NOISY:
-        print(f"the machine was busy: runs without a budget took up to {_factor(tuned.noise)} of one another's time")
+        used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
+        print(
+            f"the machine was busy: runs without a budget took up to {_factor(tuned.noise)} of one another's time. By processor "
+            f"time, without waiting: {used}"
+        )
     if device != "cpu":
         print(f"all memory of the device, so that it is slower instead of out of memory:\n  {_command(args, 'device')}")
     elif tuned.device_bytes is not None and tuned.device_bytes >= tuned.need_bytes:
