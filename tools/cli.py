@@ -24,6 +24,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("trace", "memmgr.tools.verbs.trace", "record one pass of a training script, for simulate"),
     ("simulate", "memmgr.tools.verbs.simulate", "run a policy over a recorded pass: the cost of a budget"),
     ("plan", "memmgr.tools.verbs.plan", "predict the effect of a budget on a step, before any training"),
+    ("tune", "memmgr.tools.verbs.tune", "find the budget, or the batch, of a training script by trying"),
     ("bench", "memmgr.tools.bench.verb", "compare systems that save memory: time, peaks and bits"),
     ("gpu-check", "memmgr.tools.verbs.gpu_check", "check this machine's GPU: bits, step times, peaks, risks"),
     ("clean", "memmgr.tools.verbs.clean", "remove the libraries that memmgr has compiled here"),

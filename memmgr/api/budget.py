@@ -22,8 +22,10 @@ from memmgr.config.conf import check_folder, is_off, local_ranks
 from memmgr.config.placement import default_placement, parse_placement
 from memmgr.config.sizes import (
     SMALL_BYTES,
+    SMALLEST_BARE,
     UNLIMITED,
     Need,
+    Room,
     is_binary,
     parse_budget,
     parse_host,
@@ -32,9 +34,11 @@ from memmgr.config.sizes import (
     show_size,
 )
 from memmgr.config.variables import refuse_unknown
+from memmgr.native import binding as native
 from memmgr.native import device as devices
 from memmgr.native.build import NotBuiltError
 from memmgr.observe.holdings import Explanation
+from memmgr.observe.memory_inventory import live_tensors
 from memmgr.observe.summary import figures
 from memmgr.policies import Policy, parse_policy
 from memmgr.runtime.config import SILENT_SECONDS, Config, default_folder
@@ -127,7 +131,9 @@ class budget:
             need. The first passes measure it: about three, of one backward each. Until then tensors are evicted only if
             they do not fit the device. A line on stderr gives the budget. `"auto"`: the smallest budget at which a
             planned pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per
-            cent of the need.
+            cent of the need. `"device"`: the memory that is free on the device when the budget opens, and that of the
+            tensors that are there already. A twentieth of the device's memory, at least 512 MiB, is left to memory that
+            is not torch's. A run that would be out of memory is slower instead.
         device: the device that the budget limits, the CPU or a CUDA device; default the accelerator if there is one,
             else the CPU. On CUDA trainings have run on one H100 for minutes (torch 2.11): with the bits of unmanaged
             runs, and slowly. CUDA graphs, torch.compile, several streams or GPUs, and torch's own allocator in a budget
@@ -209,9 +215,12 @@ class budget:
         self._device = devices.resolve(device, allocator)
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
+        self._room: Room | None = None  # the device is asked how much is free
         cpu = self._device.type == "cpu"
         asked = parse_budget(limit, whole=devices.machine_bytes() if cpu else 1 << 60)
-        if not cpu and isinstance(limit, str) and limit.strip().endswith("%") and not isinstance(asked, Need):
+        if isinstance(asked, Room):
+            self._room, asked = asked, UNLIMITED
+        elif not cpu and isinstance(limit, str) and limit.strip().endswith("%") and not isinstance(asked, Need):
             self._share, asked = limit, UNLIMITED
         # For an accelerator the file is a second tier, which the user has to ask for.
         folder, disk_bytes = _disk(disk) if cpu or disk is not None else (None, 0)
@@ -261,6 +270,9 @@ class budget:
         try:
             runtime.start()
             self._runtime = _last = runtime
+            if self._room is not None and not config.quiet:
+                limit = show_size(config.limit_bytes)
+                print(f"memmgr: the budget is {limit}: {self._room}, {config.device}", file=sys.stderr, flush=True)
         except BaseException:  # an interrupt may come when it has started
             try:
                 runtime.close(failed=True, report=False)
@@ -274,6 +286,8 @@ class budget:
         device = devices.settle(self._device)
         if self._config.need is not None:
             return dataclasses.replace(self._config, device=device, limit_bytes=devices.room_bytes(device))
+        if self._room is not None:
+            return dataclasses.replace(self._config, device=device, limit_bytes=_room_now(device))
         if self._share is None:
             return dataclasses.replace(self._config, device=device)
         limit = parse_size(self._share, whole=devices.total_bytes(device))
@@ -371,7 +385,9 @@ class budget:
     def _said(self) -> str:
         """One line: the limit, the policy, the device, and if the budget is open."""
         config = self._config if self._runtime is None else self._runtime.config
-        if self._share is not None and self._runtime is None:
+        if self._room is not None and self._runtime is None:
+            limit = str(self._room)
+        elif self._share is not None and self._runtime is None:
             limit = f"{self._share} of the device"  # which is not asked before the budget opens
         elif config.need is not None and (self._runtime is None or not self._runtime.measured_need):
             limit = str(config.need)
@@ -381,6 +397,20 @@ class budget:
             limit = show_size(config.limit_bytes, binary=config.binary)
         state = "not opened yet" if self._runtime is None else "open" if self._is_open() else "closed"
         return f"memmgr.budget: {limit}, policy {config.policy.name}, on {config.device}, {state}"
+
+
+def _room_now(device: torch.device) -> int:
+    """The budget `"device"`: the memory that is free on the device, and that of the tensors that are there already.
+
+    Raises:
+        RuntimeError: hardly anything is free.
+    """
+    tensors = live_tensors(native.load().objects_of((torch.Tensor,)), device)
+    held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    room = devices.free_bytes(device) + sum(held.values())
+    if room < SMALLEST_BARE:
+        raise RuntimeError(f"memmgr: no memory is free on {device}: name a budget in bytes")
+    return room
 
 
 def _warn_if_nothing_will_leave(config: Config) -> None:

@@ -7,18 +7,26 @@ from pathlib import Path
 import psutil
 
 _GROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-"""The file with the limit, by the controller that `_MINE` names: the second version, which names none, and the first.
+_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+"""The files with the limit and with the use, by the controller that `_MINE` names: the second version, which names none,
+and the first.
 """
 
 
 def group_bytes() -> int | None:
     """The least limit of the control groups that this process is in; None: there is none."""
-    found: list[int] = []
+    return min((limit for limit, _ in _groups()), default=None)
+
+
+def _groups() -> list[tuple[int, int]]:
+    """Limit and free memory of the control groups that this process is in, without those that have no limit. Page cache
+    that the kernel would take back counts as free.
+    """
+    found: list[tuple[int, int]] = []
     try:
         lines = _MINE.read_text().splitlines()
     except OSError:
-        return None
+        return found
     for line in lines:
         _, controllers, path = line.split(":", 2)
         for controller in _FILES.keys() & set(controllers.split(",")):
@@ -27,18 +35,34 @@ def group_bytes() -> int | None:
             # Seen from inside a container the path may not be there: its own group is then the top.
             for folder in [group, *group.parents] if group.is_relative_to(top) else [top]:
                 if folder.is_relative_to(top):
-                    found += _limit(folder / _FILES[controller])
-    return min(found, default=None)
+                    limit, use = (_number(folder / name) for name in _FILES[controller])
+                    if limit is not None:
+                        found.append((limit, max(0, limit - max(0, (use or 0) - _cache_bytes(folder)))))
+    return found
 
 
-def _limit(file: Path) -> list[int]:
+def _number(file: Path) -> int | None:
     try:
-        return [int(file.read_text())]
+        return int(file.read_text())
     except (OSError, ValueError):  # "max"
-        return []
+        return None
+
+
+def _cache_bytes(folder: Path) -> int:
+    """Page cache of the group that has not been used lately."""
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+    except (OSError, ValueError):
+        return 0
 
 
 def memory_bytes() -> int:
     """The memory that a percentage on the CPU device refers to."""
     whole = int(psutil.virtual_memory().total)
     return min(whole, group_bytes() or whole)
+
+
+def free_bytes() -> int:
+    """The memory that this process could take in addition to its own without swapping."""
+    return min([int(psutil.virtual_memory().available), *(free for _, free in _groups())])

@@ -147,15 +147,31 @@ class Need:
         return "auto" if self.share is None else f"{100 * self.share:.4g} % of the need"
 
 
+@dataclass(frozen=True)
+class Room:
+    """A budget that is known when it opens: all memory that is free on the device then (`"device"`)."""
+
+    def __str__(self) -> str:
+        return "the free memory of the device"
+
+
 MOST_SHARE = 2.0
 """The largest share of the need: a larger one is a percentage without its sign."""
 
-_OF_A_RUN = ('"need*60%" (of what the run needs)', '"auto" (the knee of its cost)', NO_LIMIT)
-_WORDS = ("auto", "need", "none")
+_OF_A_RUN = (
+    '"need*60%" (of what the run needs)',
+    '"auto" (the knee of its cost)',
+    '"device" (all that is free on the device)',
+    NO_LIMIT,
+)
+_WORDS = ("auto", "need", "none", "device")
 
 
-def parse_budget(value: int | float | str | None, *, whole: int | None = None, what: str = "budget") -> int | Need:
-    """As `parse_limit`, of a budget, which may depend on the run: `"need*60%"`, `"need*0.6"`, `"auto"`.
+def parse_budget(
+    value: int | float | str | None, *, whole: int | None = None, what: str = "budget"
+) -> int | Need | Room:
+    """As `parse_limit`, of a budget, which may depend on the run (`"need*60%"`, `"need*0.6"`, `"auto"`) or on the free
+    memory of the device (`"device"`).
 
     Raises:
         ValueError, TypeError: as `parse_limit`, and a malformed share of the need. If a right form is near, the text
@@ -164,6 +180,8 @@ def parse_budget(value: int | float | str | None, *, whole: int | None = None, w
     text = value.strip().lower() if isinstance(value, str) else ""
     if text == "auto":
         return Need(None)
+    if text == "device":
+        return Room()
     share = need_share(text)
     if share is None:
         try:

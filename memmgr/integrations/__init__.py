@@ -1,7 +1,8 @@
 """Adaptors to other libraries, each thin and imported only when it is asked for.
 
 `MemmgrCallback` for transformers' `Trainer`, `MemmgrLightningCallback` for Lightning's, `MemmgrTracker` for accelerate,
-`log_stats` for TensorBoard, W&B, MLflow and the loggers of frameworks, `MemmgrCollector` for Prometheus.
+`log_stats` for TensorBoard, W&B, MLflow and the loggers of frameworks, `log_panels` for charts in the first three,
+`MemmgrCollector` for Prometheus.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ if TYPE_CHECKING:
     from ._accelerate import MemmgrTracker
     from ._lightning import MemmgrLightningCallback
     from ._loggers import log_stats
+    from ._panels import log_panels
     from ._prometheus import MemmgrCollector
     from ._trainer import MemmgrCallback
 
-__all__ = ["MemmgrCallback", "MemmgrCollector", "MemmgrLightningCallback", "MemmgrTracker", "log_stats"]
+__all__ = ["MemmgrCallback", "MemmgrCollector", "MemmgrLightningCallback", "MemmgrTracker", "log_panels", "log_stats"]
 
 _HOMES = {
     "MemmgrCallback": "_trainer",
     "MemmgrCollector": "_prometheus",
     "MemmgrLightningCallback": "_lightning",
     "MemmgrTracker": "_accelerate",
+    "log_panels": "_panels",
     "log_stats": "_loggers",
 }
 _EXTRAS = {

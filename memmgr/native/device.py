@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from memmgr.config.conf import ALLOCATORS, local_ranks, no_device
+from memmgr.config.machine import free_bytes as machine_free_bytes
 from memmgr.config.machine import memory_bytes
 from memmgr.config.sizes import UNLIMITED
 
@@ -21,6 +22,8 @@ DRIVER_VARIABLE = cuda.DRIVER_VARIABLE
 # Page-locked memory is taken from the machine and no other process can use it: by default no more than a run of three
 # times its budget needs.
 HOST_TIER_BUDGETS = 2
+LEFT_BYTES = 512 << 20
+"""The least memory of a device that the budget `"device"` leaves free."""
 
 
 def resolve(device: torch.device | str | None, allocator: str = "auto") -> torch.device:
@@ -97,6 +100,25 @@ def room_bytes(device: torch.device) -> int:
     # Memory that this process has already belongs to the budget, too.
     free = int(psutil.virtual_memory().available) // local_ranks()
     return min(machine_bytes(), free + int(psutil.Process().memory_info().rss))
+
+
+def free_bytes(device: torch.device) -> int:
+    """This rank's part of the memory that new tensors may take there, for the budget `"device"`; at least 0.
+
+    A twentieth of the whole memory, and at least `LEFT_BYTES`, is left free, because a budget counts tensors alone. Other
+    memory grows after the budget has opened: scratch of oneDNN and BLAS, the process that makes plans, Python's objects,
+    and other programs; on a GPU kernels that CUDA loads at their first use, workspaces of its libraries, and pages that
+    are partly used.
+    """
+    if device.type == "cpu":
+        free, whole = machine_free_bytes(), memory_bytes()
+    else:
+        info = getattr(torch.get_device_module(device.type), "mem_get_info", None)
+        if info is None:
+            raise RuntimeError(f"memmgr: {device} does not tell how much memory is free: name a budget in bytes")
+        free, whole = map(int, info(device.index))
+    ranks = local_ranks() if device.type == "cpu" else 1
+    return max(0, free - max(LEFT_BYTES, whole // 20)) // ranks
 
 
 def host_bytes(device: torch.device, limit_bytes: int) -> int:

@@ -12,9 +12,11 @@ from memmgr.common.constants import Purpose
 from memmgr.config.sizes import show_size
 
 from .leaks import Leak
+from .memory_inventory import loader_kinds
 from .qualified_names import Named, by_storage
 from .roles import OWNERS
 from .source_lines import SourceLine
+from .variables import by_variable
 
 KINDS = {
     Purpose.PARAMETERS: "parameter",
@@ -22,7 +24,12 @@ KINDS = {
     Purpose.OPTIMIZER_STATES: "optimizer state",
 }
 BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
-"""Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw: a batch that was loaded."""
+BATCH = "batch"
+"""Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw. A `BATCH` is data, or the result of
+an op of `LOADS`, that needs no gradient and has a variable of the program, while a DataLoader is gone over.
+"""
+LOADS = ("", "aten::stack", "aten::cat", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::pin_memory")
+"""Ops by which loaders and programs make a batch and move it to a device."""
 IN_BACKWARD, UNKNOWN_MODULE, NO_MODULE = "(backward)", "(not recorded)", "(loaded or older data)"
 UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
 
@@ -35,8 +42,10 @@ class Holder:
     """Tensors of one origin.
 
     Attributes:
-        kind: "parameter", "gradient", "optimizer state", "result", "made in backward", "data" or "kept to make others again".
-        name: of a parameter, a state or a gradient; of other tensors the op that made them.
+        kind: "parameter", "gradient", "optimizer state", "result", "made in backward", "batch", "data" or "kept to make others
+            again".
+        name: of a parameter, a state or a gradient; of data the program's variable that holds it now (`batch['x']`); of other
+            tensors the op that made them.
         module: the module that has the parameter, or that ran the op.
         lines: the lines of the program that made them. Several: each of these lines makes tensors like them, and which of
             them made these was not recorded. Empty: not known.
@@ -136,6 +145,7 @@ class Holdings:
         self._module = module
         self._lines = lines
         self._backward_line = backward_line
+        self._first = native.passes_ended()  # older data is a data set, most likely
 
     def explain(self, leaks: Sequence[Leak], *, small_bytes: int, top: int, binary: bool) -> Explanation:
         """The holders now and at the peak.
@@ -146,15 +156,26 @@ class Holdings:
             top: rows of each table that `print` shows.
             binary: sizes in powers of two.
         """
-        named = by_storage(self._native, self._native.objects_of(OWNERS))
+        found = self._native.objects_of((*OWNERS, *loader_kinds()))
+        owners = [thing for thing in found if issubclass(type(thing), OWNERS)]
+        named = by_storage(self._native, owners)
+        variables, loading = by_variable(self._native), len(found) > len(owners)
         now, peak = self._native.living(), self._native.living_at_peak()
         names = {row["serial"]: named[row["storage"]] for row in now if row["storage"] in named}
+        data = {
+            row["serial"]: (
+                BATCH if loading and (row["op"] or row["birth"] > self._first) else DATA,
+                variables[row["storage"]],
+            )
+            for row in now
+            if row["op"].partition(".")[0] in (LOADS if loading else ("",)) and row["storage"] in variables
+        }
         lines = self._lines()
         made = _lines_of_like(lines, [*now, *peak])
         texts = tuple(leak.text(binary=binary, module=self._module(leak.module)) for leak in leaks)
         return Explanation(
-            self._holders(now, names, lines, made, ended=True),
-            self._holders(peak, names, lines, made, ended=False),
+            self._holders(now, names, data, lines, made, ended=True),
+            self._holders(peak, names, data, lines, made, ended=False),
             tuple(leaks),
             small_bytes,
             top,
@@ -166,6 +187,7 @@ class Holdings:
         self,
         rows: Iterable[LivingCell],
         names: Mapping[int, Named],
+        data: Mapping[int, tuple[str, str]],
         lines: Sequence[SourceLine | None],
         made: Mapping[tuple[str, int], tuple[SourceLine, ...]],
         *,
@@ -187,6 +209,7 @@ class Holdings:
                 kind = KINDS.get(Purpose(row["purpose"])) or (BACKWARD if backward else RESULT if op else DATA)
                 kind = RECIPES if ended and not row["storage"] else kind
                 text = op.removeprefix("aten::") or "made by no op"
+                kind, text = data.get(row["serial"], (kind, text)) if kind in (DATA, RESULT) else (kind, text)
                 where = (
                     IN_BACKWARD
                     if backward

@@ -20,7 +20,7 @@ class Census:
     """An inventory that walks over all objects of the process once, however often it is asked (8 ms of 400,000 objects)."""
 
     def __init__(self, native: Pager) -> None:
-        kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, *_gathering(), *_loading())
+        kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, *_gathering(), *loader_kinds())
         self._found = native.objects_of(kinds)
         self.gradient_bytes = native.gradient_bytes
         self.gradient_info = native.gradient_info
@@ -33,7 +33,7 @@ class Census:
 
     def loaders(self) -> list[Any]:
         """DataLoaders that are gone over, or were."""
-        return self.objects_of(_loading())
+        return self.objects_of(loader_kinds())
 
 
 def live_tensors(known: Iterable[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
@@ -174,7 +174,7 @@ def _gathering() -> tuple[type, ...]:
     return () if kind is None else (kind,)
 
 
-def _loading() -> tuple[type, ...]:
+def loader_kinds() -> tuple[type, ...]:
     """DataLoader's iterator class, if torch.utils.data is imported."""
     kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     return () if kind is None else (kind,)

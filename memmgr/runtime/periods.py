@@ -48,6 +48,10 @@ class TraceFile:
         """Is it this pass?"""
         return self.trace is None and number >= self._number
 
+    def compares(self, number: int) -> bool:
+        """Is it this pass, or the one before? Where the two are equal, the tensors that live from pass to pass are known."""
+        return self.wants(number) or self.wants(number + 1)
+
     def begin(self) -> None:
         """It begins."""
         self._telemetry.name_modules(True)
@@ -94,8 +98,9 @@ class Periods:
 
     def begin(self) -> None:
         """The first one begins."""
-        if self._file is not None and self._file.wants(1):
-            self._file.begin()
+        if self._file is not None and self._file.compares(1):
+            if self._file.wants(1):
+                self._file.begin()
             self._pager.next_period(True)
             self._noted = True
         if self._plans.asked:
@@ -126,12 +131,12 @@ class Periods:
             completed: whether it came to its end.
         """
         with self._lock:
-            for_file = self._file is not None and self._file.wants(passes + 1)
+            for_file = self._file is not None and self._file.compares(passes + 1)
             sizing = self._sizing if self._sizing is not None and self._sizing.wants_period else None
             next_one = for_file or sizing is not None or self._plans.wanted()
             if not next_one and not self._noted:
                 return
-            if for_file and self._file is not None:
+            if self._file is not None and self._file.wants(passes + 1):
                 self._file.begin()
             if for_file or sizing is not None or not next_one:
                 self._rounds.forget()

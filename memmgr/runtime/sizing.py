@@ -16,6 +16,7 @@ from memmgr.common.threads import Stopped
 from memmgr.config.sizes import Need, show_size
 from memmgr.observe.memory_inventory import missing_states
 from memmgr.observe.passes import Pass
+from memmgr.observe.progress import MeasuringBar
 from memmgr.policies.plan.knee import Knee
 
 from . import planner_process
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .config import Config
 
 MOST_PASSES = 8  # of one kind or another: gradient accumulation may have no step of an optimizer for long
+USUAL_PASSES = 3  # for a share of the need; its knee takes two more
 SAME = 1.01  # two passes that differ by less need the same
 PATIENCE_SECONDS = 60.0
 
@@ -61,6 +63,7 @@ class Sizing:
         self._executor = planner_process.executor(native)
         self._knee: Knee | None = None
         self._why = ""  # there is no knee
+        self._bar = MeasuringBar(not asked.quiet, USUAL_PASSES if need.share is not None else USUAL_PASSES + 2)
         self._timer = threading.Timer(PATIENCE_SECONDS, self._say_that_it_waits)
         self._timer.daemon = True
         self.done = False
@@ -113,6 +116,7 @@ class Sizing:
             self._measure(ended.unmanaged_peak)
             chosen = self._choose() if self._known else None
             if chosen is None:
+                self._bar.passed(self._passes)
                 return False
             self.done = True
             self._set(*chosen)
@@ -148,6 +152,7 @@ class Sizing:
 
     def _set(self, limit_bytes: int, why: str) -> None:
         self._timer.cancel()
+        self._bar.stop()
         gc.collect()  # as when a budget opens: garbage must not be written to the tier
         self._asked.limit_bytes = limit_bytes
         self._plans.limit_bytes = limit_bytes
@@ -172,6 +177,7 @@ class Sizing:
     def close(self, stats: dict[str, Any]) -> None:
         """The budget closes: says so where there never was a limit."""
         self._timer.cancel()
+        self._bar.stop()
         self._executor.end(self._thread)
         if not self.done:
             held = show_size(stats["unmanaged_peak_bytes"])

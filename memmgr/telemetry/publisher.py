@@ -165,6 +165,7 @@ class Telemetry:
 
     def close(self, stats: dict[str, Any], summary: str, failed: bool) -> None:
         """Sends the end, and leaves no thread, no file and no hook (rule 13)."""
+        self.modules.forget()  # also without a reader: a recorded pass, a plan's or a trace's, has hooks, too
         if self._thread is None or os.getpid() != self._pid:
             return
         self._ending = {"stats": stats, "summary": summary, "failed": failed}

@@ -25,13 +25,14 @@ class Knee:
     slowdown: float
 
 
-def knee(need_bytes: int, slowdown: Callable[[int], float | None]) -> Knee:
-    """The smallest of 100, 95, 90 ... 5 per cent of the need under which a pass takes at most `MOST` times as long.
+def knee(need_bytes: int, slowdown: Callable[[int], float | None], most: float = MOST) -> Knee:
+    """The smallest of 100, 95, 90 ... 5 per cent of the need under which a pass takes at most `most` times as long.
 
     Args:
         need_bytes: peak of a pass without a limit.
         slowdown: the time of a pass under so many bytes over that of one without a limit; None: it does not fit. Called
             about five times.
+        most: times over a pass without a limit.
 
     Known limitation: found by bisection, so a share that is slow although smaller ones are fast may be passed over.
     """
@@ -41,7 +42,7 @@ def knee(need_bytes: int, slowdown: Callable[[int], float | None]) -> Knee:
         middle = (good + bad) // 2
         budget_bytes = need_bytes * SHARES[middle] // 100
         times = slowdown(budget_bytes)
-        if times is not None and times <= MOST:
+        if times is not None and times <= most:
             good, best = middle, Knee(budget_bytes, times)
         else:
             bad = middle

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -88,6 +90,34 @@ def test_a_share_is_measured_and_then_kept(given: str, capfd: pytest.CaptureFixt
     assert len(said) == 1 and re.search(
         r"needs .* \(3 passes measured\): the budget is now .*, 60 % of it$", said[0]
     ), said
+
+
+class Terminal(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "quiet", "shown"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_bar_on_a_terminal_while_passes_are_measured(
+    terminal: bool, quiet: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich", reason="the package rich is not installed")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal(terminal))
+    with memmgr.budget("need*60%", quiet=quiet, policy="evict"):
+        Run()(2)
+        drawn = sys.stderr.getvalue()  # type: ignore[attr-defined]
+        Run()(6)
+        assert memmgr.stats()["budget_bytes"] < 2**60
+        after = sys.stderr.getvalue().partition("the budget is now")[2]  # type: ignore[attr-defined]
+    assert ("measures what the run needs" in drawn and "2/3" in drawn) == shown
+    assert "measures what the run needs" not in after
 
 
 @pytest.mark.parametrize(

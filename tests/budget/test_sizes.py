@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 import memmgr
+from memmgr.api import budget as budgets
 from memmgr.config import machine
 from memmgr.config.sizes import (
     UNLIMITED,
     Need,
+    Room,
     is_binary,
     need_share,
     parse_budget,
@@ -23,6 +27,7 @@ from memmgr.config.sizes import (
     parse_size,
     show_size,
 )
+from memmgr.native import device as devices
 
 GOOD: list[tuple[Any, int]] = [
     (65_536, 65_536),
@@ -159,7 +164,11 @@ def test_what_the_run_decides(given: str, is_: Need) -> None:
         ("need*-1", r"did you mean 'need\*1'\?"),
         ("atuo", r"did you mean 'auto'\?"),
         ("noen", r"did you mean 'none'\?"),
-        ("lots", r'"80%", "need\*60%" \(of what the run needs\), "auto" \(.*\) or "none" \(no limit\)$'),
+        (
+            "lots",
+            r'"80%", "need\*60%" \(of what the run needs\), "auto" \(.*\), "device" \(.*\) or "none" \(no limit\)$',
+        ),
+        ("devise", r"'devise' as a size; did you mean 'device'\?$"),
         ("0", r'\'0\' is not a positive size; expected "12GB".*"80%", "need\*60%".*or "none" \(no limit\)$'),
         ("out", r"cannot read 'out' as a size; expected [^;]*or \"none\" \(no limit\)$"),
         ("12XB", r'unknown unit.*or "none" \(no limit\)$'),
@@ -302,6 +311,59 @@ def test_what_a_container_or_a_job_may_use(
         (tmp_path / "cgroup" / name).write_text(text + "\n")
     assert machine.group_bytes() == least
     assert machine.memory_bytes() == min(least or 2**62, psutil.virtual_memory().total)
+
+
+@pytest.mark.parametrize(
+    ("available", "used", "cache", "free"),
+    [
+        (6000, 3000, 0, 5000),  # the group's limit is 8000
+        (4000, 3000, 0, 4000),  # of the machine less is free
+        (9000, 7000, 2000, 3000),  # page cache is taken back
+        (9000, 9000, 0, 0),
+    ],
+)
+def test_free_memory_is_that_of_the_machine_and_of_the_group(
+    available: int, used: int, cache: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_MINE", tmp_path / "mine")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    assert machine.free_bytes() == available, "there are no groups"
+    (tmp_path / "mine").write_text("0::/\n")
+    (tmp_path / "memory.max").write_text("8000\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\n")
+    assert machine.free_bytes() == free
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("whole", "free", "left"), [(8 * GIB, 6 * GIB, GIB // 2), (40 * GIB, 30 * GIB, 2 * GIB)])
+def test_the_budget_device_is_the_free_memory_and_that_of_the_tensors(
+    whole: int, free: int, left: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "memory_bytes", lambda: whole)
+    monkeypatch.setattr(devices, "machine_free_bytes", lambda: free)
+    assert parse_budget(" Device ") == Room()
+    mm = memmgr.budget("device", device="cpu")
+    assert "the free memory of the device" in repr(mm)
+    with mm:
+        before = mm.stats()["budget_bytes"]
+    held = torch.zeros(1 << 20)
+    views = [held[:1000], held.view(1024, 1024)]
+    with mm:
+        assert free - left <= before <= mm.stats()["budget_bytes"] - held.nbytes
+        assert mm.stats()["budget_bytes"] < before + 2 * held.nbytes, "views are counted once"
+    del views
+    assert re.search(r"memmgr: the budget is [\d.]+ GB: the free memory of the device, cpu", capfd.readouterr().err)
+
+
+def test_a_device_without_free_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "machine_free_bytes", lambda: 1000)
+    monkeypatch.setattr(budgets, "live_tensors", lambda known, device: [])
+    with pytest.raises(RuntimeError, match="no memory is free on cpu: name a budget in bytes"), memmgr.budget("device"):
+        pass
 
 
 def test_a_device_that_is_none() -> None:

@@ -89,6 +89,27 @@ def test_leaving_with_readers_and_a_log_leaves_nothing(runtime: Path, tmp_path: 
     assert not [line for line in os.listdir("/proc/self/fd") if _target(line).endswith("run.jsonl")]
 
 
+@pytest.mark.parametrize("telemetry", ["1", "0"])
+@pytest.mark.parametrize("end", ["lines", "inside a recorded pass", "by an exception"])
+def test_hooks_that_name_modules_end_with_the_budget(
+    end: str, telemetry: str, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are installed for all lines, and for a pass that is recorded; the budget may end before such a pass does."""
+    monkeypatch.setenv("MEMMGR_TELEMETRY", telemetry)
+    modules = torch.nn.modules.module
+    options: dict[str, Any] = {"lines": True} if end == "lines" else {"trace": tmp_path / "x.trace", "trace_pass": 1}
+    try:
+        with memmgr.budget(LIMIT, quiet=True, **options):
+            torch.nn.Linear(8, 8)(torch.ones(8))
+            assert modules._global_forward_hooks and modules._global_forward_pre_hooks
+            if end == "by an exception":
+                raise KeyError
+    except KeyError:
+        pass
+    assert not modules._global_forward_hooks and not modules._global_forward_pre_hooks
+    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+
+
 def _target(fd: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")

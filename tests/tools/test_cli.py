@@ -125,6 +125,8 @@ WRONG = [
     "plan missing.py:make_step",
     "plan --device nonsense model.py:make_step",
     "plan model.py:nonsense",
+    "tune missing.py",
+    "tune --slowdown 0.5 model.py",
     "bench --models nonsense",
     "bench --budgets nonsense",
     "gpu-check --seconds 0",

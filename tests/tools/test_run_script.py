@@ -98,6 +98,25 @@ def test_the_same_bits_in_less_memory_and_the_next_command(folder: Path, plain_b
     assert "memmgr report " in again.stderr and "train.jsonl" in again.stderr
 
 
+def test_a_summary_as_json_has_the_same_keys_for_each_run(folder: Path) -> None:
+    (folder / "idle.py").write_text("print('nothing to train')\n")
+    (folder / "fails.py").write_text(TRAIN.replace("import hashlib", "raise ValueError('no')"))
+    found = {}
+    for name, budget in (("train", "8MB"), ("idle", "none"), ("fails", "none")):
+        words = ["--quiet", "--json", f"{name}.json", "--budget", budget, f"{name}.py"]
+        done = memmgr("run", *words, cwd=folder)
+        assert done.returncode == (name == "fails"), done.stderr
+        found[name] = json.loads((folder / f"{name}.json").read_text())
+    trained, idle, failed = found.values()
+    assert set(trained) == set(idle) == set(failed) and set(trained["stats"]) == set(idle["stats"])
+    assert trained["stats"]["passes"] == 4 and trained["budget"] == "8MB" and trained["stats"]["budget_bytes"] == 8e6
+    assert trained["slowdown_at_least"] >= 1 and trained["error"] is None and trained["advice"]
+    assert trained["floor_bytes"] == trained["stats"]["floor_bytes"] > 0
+    assert set(idle["stats"].values()) == {None} and idle["lost"] is None and idle["budget"] is None
+    assert failed["error"] == "ValueError: no" and failed["stats"]["budget_bytes"] is None
+    assert failed["stats"]["passes"] == 4 and failed["slowdown_at_least"] is None
+
+
 def test_the_first_op_is_not_taken_for_what_its_kernel_does(folder: Path, plain_bits: str) -> None:
     """The budget opens while addmm saves its inputs; the copy that its kernel makes then is not its recipe."""
     conf = {"MEMMGR_BUDGET": "8MB", "MEMMGR_CONF": "policy:torture,verify:1"}

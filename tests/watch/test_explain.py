@@ -254,3 +254,31 @@ def test_nothing_of_a_program_is_left_after_its_budget() -> None:
     gc.collect()
     assert code() is None
     assert not native.load().living_at_peak()
+
+
+def test_a_batch_has_the_name_of_its_variable() -> None:
+    model = nn.Linear(256, 4)
+    images, labels = torch.randn(200, 256), torch.randn(200, 4)
+    data = [{"images": image, "labels": label} for image, label in zip(images, labels, strict=True)]
+    loader = torch.utils.data.DataLoader(data, batch_size=100)  # type: ignore[arg-type]
+    dead: list[weakref.ref[torch.Tensor]] = []
+    with memmgr.budget("1GB", quiet=True):
+        for batch in loader:
+            (model(batch["images"]) - batch["labels"]).square().mean().backward()
+            doubled = 2 * batch["images"]
+            found = {(holder.kind, holder.name) for holder in memmgr.explain().now}
+            dead.append(weakref.ref(batch["images"]))
+        kinds = {(holder.kind, holder.name) for holder in memmgr.explain().now}
+        gc.collect()
+        assert dead[0]() is None, "a copy of the variables holds the batch before"
+    assert ("batch", "batch['images']") in found and ("batch", "images") not in found, found
+    assert ("batch", "doubled") not in found and doubled.shape == (100, 256)
+    assert ("data", "images") in kinds, "no loader is gone over any more"
+
+
+def test_an_input_that_no_loader_makes_is_data_with_a_name() -> None:
+    model, x = nn.Linear(256, 4), torch.randn(200, 256)
+    with memmgr.budget("1GB", quiet=True):
+        model(x).square().mean().backward()
+        assert ("data", "x") in {(holder.kind, holder.name) for holder in memmgr.explain().now}
+    assert x.sum() != 0, "the variable is untouched"

@@ -11,7 +11,7 @@ from budget.there import bytes_already_there
 
 import memmgr
 from memmgr.api import budget as budgets
-from memmgr.integrations import log_stats
+from memmgr.integrations import log_panels, log_stats
 
 SHARES = {"recompute_percent", "stall_percent"}
 THREE = SHARES | {"peak_gb"}
@@ -174,6 +174,77 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         mlflow.set_tracking_uri(before)
     assert set(read) == {f"memmgr/{name}" for name in _names(stats)}
     assert read["memmgr/evictions"] == stats["evictions"]
+
+
+def _panels(writer: Any) -> None:
+    """Two samples in a budget, and one after it."""
+    training = Training()
+    with training.budget():
+        for step in (1, 2):
+            training.step()
+            log_panels(writer, step)
+    log_panels(writer, 3)
+
+
+def test_panels_of_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed (the extra `tensorboard`)")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        _panels(writer)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    layout = Layout()
+    layout.ParseFromString(found.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    (category,) = layout.category
+    charts = {chart.title: list(chart.multiline.tag) for chart in category.chart}
+    assert category.title == "memmgr" and charts == {"memory": ["memmgr/memory/.*"], "slowness": ["memmgr/slowness/.*"]}
+    scalars = found.Tags()["scalars"]
+    assert {"memmgr/memory/resident_gb", "memmgr/memory/budget_gb", "memmgr/slowness/recompute_percent"} <= set(scalars)
+    assert [event.step for event in found.Scalars("memmgr/memory/budget_gb")] == [1, 2, 3]
+    holders = [event.tensor_proto.string_val[0].decode() for event in found.Tensors("memmgr/holders/text_summary")]
+    assert len(holders) == 2 and "| parameter | 0.0.weight |" in holders[0], "none of a budget that is closed"
+
+
+def test_panels_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    wandb = pytest.importorskip("wandb", reason="the package wandb is not installed")
+    settings = wandb.Settings(console="off", disable_git=True, silent=True)
+    try:
+        with wandb.init(mode="offline", dir=tmp_path, project="memmgr", settings=settings) as run:
+            _panels(wandb)
+            written = dict(run.summary)
+        tables = [path.read_text() for path in tmp_path.rglob("*.table.json")]
+    finally:
+        wandb.teardown()
+    assert any("memory" in name for name in written), written
+    assert any('"budget_gb"' in text for text in tables) and any('"0.0.weight"' in text for text in tables)
+
+
+def test_panels_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
+    pytest.importorskip("matplotlib", reason="the package matplotlib is not installed")
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    try:
+        mlflow.set_experiment("memmgr")
+        with mlflow.start_run():
+            _panels(mlflow)
+    finally:
+        mlflow.set_tracking_uri(before)
+    found = {path.name: path for path in tmp_path.rglob("artifacts/memmgr/*")}
+    assert set(found) == {"memory.png", "slowness.png", "why.txt", "holders.md"}
+    assert found["memory.png"].stat().st_size > 5000 and "where the time went" in found["why.txt"].read_text()
+    assert "0.0.weight" in found["holders.md"].read_text()
+
+
+def test_a_logger_without_panels_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"has no panels.*log_stats writes numbers"):
+        log_panels(Log(), 0)
 
 
 def test_accelerate(tmp_path: Path) -> None:

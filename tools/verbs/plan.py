@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from memmgr.config.conf import is_off
 from memmgr.config.did_you_mean import meant
-from memmgr.config.sizes import UNLIMITED, Need, parse_budget, parse_limit, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, Need, Room, parse_budget, parse_limit, show_seconds, show_size
 from memmgr.tools.common.console import table
 from memmgr.tools.common.interrupts import ends_at_once
 from memmgr.tools.common.outputs import check_output
@@ -232,6 +232,8 @@ def _budget(args: argparse.Namespace, on: _On) -> int:
         asked = parse_budget(args.budget or on.rates.memory_bytes, whole=on.rates.memory_bytes, what="--budget")
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if isinstance(asked, Room):
+        return on.rates.memory_bytes
     if not isinstance(asked, Need):
         return peak if asked == UNLIMITED else asked
     if asked.share is not None:

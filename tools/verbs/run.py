@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="12GB, 12GiB, 80%% (of the device), need*60%%, auto, none (the default: it only measures)",
+        help="12GB, 80%% (of the device), need*60%%, auto, device (all that is free there), none (the default: it only measures)",
     )
     parser.add_argument(
         "--ratio", metavar="SHARE", help="60%%, 0.6: a share of what the run needs, measured in its first passes"
@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keep the telemetry, for memmgr report; --write-log inside torchrun, which takes --log for itself",
     )
+    parser.add_argument("--json", metavar="FILE", help="write a summary, one JSON object, when the script ends")
     parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
     parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
@@ -96,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     code, main = _load(args)
     os.environ["MEMMGR_BUDGET"] = args.budget or "none"
     os.environ["MEMMGR_CONF"] = json.dumps(settings)
+    if getattr(args, "json", None) is not None:  # the verb trace has none
+        atexit.register(_write_json, os.getpid(), os.path.abspath(args.json), list(sys.argv), args)
     # handlers run backwards: this one runs after the budget's, and after its summary is printed
     atexit.register(_die_if_interrupted)
     if not args.quiet:
@@ -111,6 +114,22 @@ def run(args: argparse.Namespace) -> int:
         except Refused:
             _Closing.silent = True
             raise
+    return _start(args, code, main)
+
+
+def run_without(args: argparse.Namespace) -> int:
+    """Runs the script as `python` does, without a budget, to measure the cost of one; its exit code."""
+    os.environ.pop("MEMMGR_BUDGET", None)
+    _set_path(args)
+    return _start(args, *_load(args))
+
+
+def last_error() -> BaseException | None:
+    """The exception that has ended the script."""
+    return _Closing.error
+
+
+def _start(args: argparse.Namespace, code: CodeType, main: ModuleType) -> int:
     sys.argv[:] = [str(main.__file__) if args.module else args.script, *args.arguments]
     sys.modules["__main__"] = main
     return _execute(code, main)
@@ -163,6 +182,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(str(error)) from None
     if args.log is not None:
         check_output(Path(args.log), "--log", [Path(args.script)])
+    if getattr(args, "json", None) is not None:
+        check_output(Path(args.json), "--json", [Path(args.script)])
     wanted = {
         "policy": args.policy,
         "disk": args.disk,
@@ -218,7 +239,9 @@ def _load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
     path = os.path.join(os.getcwd(), args.script)
     try:
         with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+            source = file.read()
+        edit = getattr(args, "edit", None)  # of the verb tune: another batch size
+        code = compile(source if edit is None else edit(source, path), path, "exec", dont_inherit=True)
     except OSError as error:
         raise UsageError(f"cannot read {args.script}: {error.strerror}{_meant_beside(path)}") from None
     except (SyntaxError, ValueError):
@@ -315,6 +338,23 @@ class _Closing:
             return  # rank 0 speaks for all
         before = f"memmgr[{rank}]: " if rank is not None else "memmgr: "
         print("".join(f"{before}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+
+def _write_json(pid: int, path: str, command: list[str], args: argparse.Namespace) -> None:
+    if os.getpid() != pid:
+        return  # a fork that ends in the ordinary way
+    from memmgr.telemetry.consumers import log_path
+    from memmgr.tools.common.outputs import write_whole
+    from memmgr.tools.common.run_summary import run_as_json
+
+    module = sys.modules.get("memmgr.api.budget")
+    stats = module.stats() if module is not None else {}
+    try:
+        write_whole(
+            Path(log_path(path)), json.dumps(run_as_json(stats, args.budget, command, _Closing.error), indent=1) + "\n"
+        )
+    except OSError as error:
+        print(f"memmgr run: --json: {path}: {error.strerror}", file=sys.stderr)
 
 
 WORK_SECONDS = 1.0

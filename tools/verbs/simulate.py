@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memmgr.config.did_you_mean import meant
-from memmgr.config.sizes import UNLIMITED, Need, parse_budget, parse_share
+from memmgr.config.sizes import UNLIMITED, Need, Room, parse_budget, parse_share
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
 from memmgr.policies.plan.knee import knee
@@ -303,6 +303,8 @@ def _bytes(args: argparse.Namespace, trace: Trace, tier: TierLink | None) -> int
     """
     need = trace.unmanaged_peak[0]
     asked = parse_budget(args.budget, what="--budget")
+    if isinstance(asked, Room):
+        raise UsageError("--budget device: a recorded pass has no device; name a size, need*0.6 or auto")
     if isinstance(asked, Need) and asked.share is None:
         if args.policy == "all":
             raise UsageError("--budget auto needs one policy, not all: each has a knee of its own")

@@ -7,7 +7,8 @@
         memmgr trace --out run.trace train.py        a file for each rank
 
 A pass is one forward and its backward. The second one is recorded (the first compiles and is not like the others),
-every op with its time, inputs and outputs, and the time of each release. The script runs to its end as under memmgr
+every op with its time, inputs and outputs, and the time of each release. Parameters and states are known as such where the pass
+before it was equal: --pass 4. The script runs to its end as under memmgr
 run, with the same bits. Without --budget no tensor is evicted; with one the trace has the times of the pass under it.
 """
 

@@ -12,6 +12,8 @@ from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from memmgr.tools.bench.runs import RunResult
     from memmgr.tools.common.outlook import Level
 
@@ -55,7 +57,40 @@ class Point:
     label: str
 
 
-def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
+@dataclass(frozen=True)
+class Marks:
+    """Budgets that a picture of slowdowns points out.
+
+    Attributes:
+        measured: share of the need, and time over unmanaged, of runs.
+        proposal: share and time of the budget that is proposed; None: none is.
+        sizes: shares of the need, and the names of the devices that have so much memory.
+        limit: the largest time over unmanaged that was asked for.
+    """
+
+    measured: Sequence[tuple[float, float]] = ()
+    proposal: tuple[float, float] | None = None
+    sizes: Sequence[tuple[float, str]] = ()
+    limit: float | None = None
+
+
+def _mark(axes: Axes, marks: Marks) -> None:
+    for ratio, name in marks.sizes:
+        axes.axvline(ratio, color="#8a5fb0", linewidth=0.9, linestyle=(0, (2, 3)))
+        axes.annotate(
+            name, (ratio, 0.98), xycoords=("data", "axes fraction"), xytext=(-2, 0), textcoords="offset points",
+            rotation=90, ha="right", va="top", fontsize=7, color="#8a5fb0",
+        )  # fmt: skip
+    if marks.limit is not None:
+        axes.axhline(marks.limit, color="#c0202a", linewidth=0.9, linestyle=(0, (5, 3)), label="asked for at most")
+    if marks.measured:
+        ratios, factors = zip(*marks.measured, strict=True)
+        axes.plot(ratios, factors, "D", color=COLOURS[3], markersize=7, label="measured", zorder=5)
+    if marks.proposal is not None:
+        axes.plot(*marks.proposal, "o", markersize=15, fillstyle="none", color=COLOURS[2], label="proposal", zorder=6)
+
+
+def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str, marks: Marks | None = None) -> None:
     """Draws time over unmanaged against the budget, a line a label, with the first one's bound that no schedule passes.
 
     A line ends where the pass does not fit; where no line is left, a text says so.
@@ -63,6 +98,8 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
     Args:
         rows: for each budget and each label, the result.
         path: a PNG or an SVG, by its name.
+        title: above.
+        marks: budgets to point out.
 
     Raises:
         ImportError: matplotlib is missing; ask `available` first.
@@ -91,20 +128,25 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
             linewidth=2.5 if same[0].label == "plan" else 1.3,
             label=same[0].label,
         )
+    if marks is not None:
+        _mark(axes, marks)
     axes.set_xlim(1.02, 0)
     least = min((result.ratio for row in rows for result in row if result.overhead is not None), default=1.0)
     if least > min(row[0].ratio for row in rows):
         axes.text(
             least / 2,
             0.5,
-            "does not fit",
+            "does not fit" if marks is None else "no plan was found",
             transform=axes.get_xaxis_transform(),
             ha="center",
             color="#5b6472",
             fontsize=9,
         )
-    highest = max([1.05, *(result.overhead or 1.0 for row in rows for result in row)])
-    axes.set_ylim(1, min(1 + 1.05 * (highest - 1), _HIGHEST))
+    marked = () if marks is None else (marks.limit or 1.0, *(factor for _, factor in marks.measured))
+    highest = max([1.05, *marked, *(result.overhead or 1.0 for row in rows for result in row)])
+    room = 1.05 if marks is None else 1.4  # for the legend, above a line
+    lowest = min([1.0, *(0.98 * factor for _, factor in marks.measured)]) if marks is not None else 1.0
+    axes.set_ylim(lowest, min(1 + room * (highest - 1), _HIGHEST))
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(color="#d9dde2", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

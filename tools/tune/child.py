@@ -1,0 +1,140 @@
+"""`python -m memmgr.tools.tune.child ORDER RESULT`: runs the script as `memmgr run` does, takes the time of each pass, and
+ends the process after some of them.
+
+It ends at once (`os._exit`): the rest of the script, which may save a model or evaluate it, does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from memmgr.readers.patches import Patches
+from memmgr.tools.common.outputs import write_whole
+from memmgr.tools.tune.batch_size import BatchSetter
+from memmgr.tools.tune.job import Job, Result
+from memmgr.tools.verbs import run as run_verb
+
+TRACED_PASS = 4
+"""The first makes the optimizer's states possible, the second makes them, the third is the first of its kind. The fourth repeats
+it, so the tensors that live from pass to pass are known.
+"""
+
+
+class Clock:
+    """Counts passes, and ends the process after the last one that is asked for.
+
+    Args:
+        job: the order.
+        result: gets the times.
+        path: the file of the result.
+    """
+
+    def __init__(self, job: Job, result: Result, path: Path) -> None:
+        self._job = job
+        self.result = result
+        self._path = path
+        self._patches = Patches()
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Patches the function that runs a backward, once torch is there."""
+        self._patches.when_imported("torch.autograd.graph", self._patch)
+
+    def _patch(self, graph: ModuleType) -> None:
+        self._patches.wrap(graph, "_engine_run_backward", self._timed)  # torch.autograd takes it from there next
+
+    def _timed(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            if torch._C._current_graph_task_id() != -1 or os.getpid() != self._pid:
+                return original(*args, **kwargs)
+            if self._job.trace is not None and _traced():
+                self.finish()
+            result = original(*args, **kwargs)
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # a pass ends when its last kernel does
+            self.result.ends.append(time.monotonic())
+            self.result.processor.append(time.process_time())
+            self.result.planned.append(_planned())
+            if self._job.trace is None and len(self.result.ends) >= self._job.passes:
+                self.finish()
+            return result
+
+        return run_backward
+
+    def finish(self) -> None:
+        """Writes the result and ends the process."""
+        self.write()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def write(self) -> None:
+        """Writes the result."""
+        runtime = _runtime()
+        if runtime is not None:
+            self.result.peak_bytes = int(runtime.stats()["unmanaged_peak_bytes"])
+        write_whole(self._path, json.dumps(asdict(self.result)))
+
+
+def _runtime() -> Any:
+    module = sys.modules.get("memmgr.api.budget")
+    return module.last() if module is not None else None
+
+
+def _traced() -> bool:
+    runtime = _runtime()
+    file = runtime.traced if runtime is not None else None
+    return file is not None and (file.path is not None or bool(file.error))
+
+
+def _planned() -> int:
+    runtime = _runtime()
+    return int(runtime.native.stats()["planned_periods"]) if runtime is not None else 0
+
+
+def main(order: str, answer: str) -> int:
+    """Runs the script; its exit code, where the script ends before the passes are over."""
+    job, result = Job.read(Path(order)), Result()
+    clock = Clock(job, result, Path(answer))
+    words = job.arguments
+    args = argparse.Namespace(
+        budget=job.budget, ratio=None, policy=None, disk=None, disk_size=None, host=None, device=None, log=None,
+        verify=False, quiet=True, module=job.module, script=job.script, trace=job.trace, trace_pass=None, edit=None,
+    )  # fmt: skip
+    for name, value in job.options.items():
+        setattr(args, name, value)
+    if job.trace is not None:
+        args.trace_pass = TRACED_PASS
+    if job.batch is not None:
+        source = "" if job.module else Path(job.script).read_text(encoding="utf-8")
+        setter = BatchSetter(job.batch, result, source)
+        words, args.edit = setter.arguments(words), setter.edit
+        setter.install()
+    args.arguments = words
+    clock.install()
+    code = 1
+    try:
+        code = run_verb.run(args) if job.budget is not None else run_verb.run_without(args)
+    finally:
+        error = run_verb.last_error()
+        if error is not None:
+            result.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            result.floor_error = bool(getattr(error, "floor_bytes", 0)) or "out of memory" in str(error).lower()
+        clock.write()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""The order to a child process of `memmgr tune`, and its result. Both are files, since the script owns the child's output."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memmgr.tools.common.outputs import write_whole
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The way in which a script gets another batch size.
+
+    Attributes:
+        how: "auto" (the Trainer's or the DataLoader's), "option", "call", or "name".
+        name: the option, `FILE:FUNCTION`, or the name.
+        size: samples; None: the script's own size, which is reported.
+        before: the script's own size where it is known, of "auto".
+    """
+
+    how: str = "auto"
+    name: str = ""
+    size: int | None = None
+    before: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the script.
+
+    Attributes:
+        script: the file, or the module where `module` is set.
+        arguments: of the script.
+        passes: the process ends after so many.
+        budget: as of `memmgr run`; None: memmgr is not there at all.
+        trace: the file for a recorded pass, after which the process ends; None: no pass is recorded.
+        options: `policy`, `disk` and `device` of `memmgr run`.
+        batch: another batch size.
+    """
+
+    script: str
+    arguments: list[str]
+    module: bool = False
+    passes: int = 0
+    budget: str | None = None
+    trace: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    batch: Batch | None = None
+
+    def write(self, path: Path) -> None:
+        """Writes the order."""
+        write_whole(path, json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> Job:
+        """Reads an order."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        batch = found.pop("batch")
+        return Job(**found, batch=Batch(**batch) if batch else None)
+
+
+@dataclass
+class Result:
+    """The outcome of one run.
+
+    Attributes:
+        ends: seconds of the monotonic clock at which each pass ended.
+        processor: for each of them, seconds of processor time of the process so far, all threads together.
+        planned: for each of them, the passes by plan so far.
+        peak_bytes: the most that the passes would have held without a budget; 0: not known.
+        floor_error: the budget was too small.
+        error: the exception that ended the script, in one line.
+        batches: batch sizes that the script has asked for, by their source.
+        samples: length of the data set, where a DataLoader has shown it.
+        applied: the places where the batch size was set.
+    """
+
+    ends: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    planned: list[int] = field(default_factory=list)
+    peak_bytes: int = 0
+    floor_error: bool = False
+    error: str = ""
+    batches: dict[str, int] = field(default_factory=dict)
+    samples: int | None = None
+    applied: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of each pass but the first, from the end of the one before."""
+        return [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+
+    @staticmethod
+    def read(path: Path) -> Result:
+        """Reads a result."""
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Result(**found)

@@ -1,0 +1,161 @@
+"""The search for a budget: predicted by the simulator, and then run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+
+from memmgr.config.sizes import round_up, show_size
+from memmgr.policies.plan.knee import SHARES, knee
+from memmgr.policies.trace import Trace
+from memmgr.tools.common.outlook import Outlook, outlook
+from memmgr.tools.common.rates import DEVICES
+from memmgr.tools.common.sweep import no_worse
+from memmgr.tools.tune.runner import Measured
+
+MOST_RUNS = 4
+"""Budgets that are run at most, from the knee up."""
+
+_TENTHS = tuple(range(100, 0, -10))
+
+
+@dataclass(frozen=True)
+class At:
+    """One budget of the curve.
+
+    Attributes:
+        share: of the need, in per cent.
+        budget_bytes: the budget.
+        simulated: time of a pass over one without a budget, by the simulator; None: no plan was found.
+        lower_bound: no schedule is faster; None: not known.
+        measured: the same ratio of a run; None: it was not run, or failed.
+        passes: that were measured.
+        why: a run without a figure.
+        processor: as `measured`, of the processor's time, without waiting; None: not known.
+    """
+
+    share: int
+    budget_bytes: int
+    simulated: float | None
+    lower_bound: float | None
+    measured: float | None = None
+    passes: int = 0
+    why: str = ""
+    processor: float | None = None
+
+
+@dataclass
+class Tuned:
+    """The curve and the proposal; the fields of --json.
+
+    Attributes:
+        need_bytes: of a pass without a budget.
+        seconds: of a pass without memmgr, as measured.
+        most: the largest slowdown that was asked for.
+        curve: budgets, the largest first.
+        proposal: the budget that is proposed; None: none is.
+        knee_share: the share that the simulator proposes, in per cent.
+        device_bytes: free memory of this machine; None: an accelerator's.
+        noise: the slowest of the runs without memmgr over the fastest; 1 on a machine that does nothing else.
+    """
+
+    need_bytes: int
+    seconds: float
+    most: float
+    curve: list[At] = field(default_factory=list)
+    proposal: At | None = None
+    knee_share: int = 100
+    device_bytes: int | None = None
+    noise: float = 1.0
+
+    def plain(self) -> dict[str, object]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+class Curve:
+    """The simulated slowdown by budget.
+
+    Args:
+        trace: a recorded pass.
+        say: gets a line before each budget.
+    """
+
+    def __init__(self, trace: Trace, say: Callable[[str], None]) -> None:
+        self._trace = trace
+        self._say = say
+        self._link = trace.links[0] if trace.links else None
+        self._found: dict[int, Outlook] = {}
+        self.need_bytes = trace.unmanaged_peak[0]
+
+    def at(self, budget_bytes: int) -> Outlook:
+        """The prediction of one budget, made once."""
+        if budget_bytes not in self._found:
+            self._say(f"simulates {100 * budget_bytes / self.need_bytes:.0f} % of the need")
+            self._found[budget_bytes] = outlook(self._trace, budget_bytes, self._link)[0]
+        return self._found[budget_bytes]
+
+    def knee(self, most: float) -> int:
+        """The smallest share, in per cent, at which a pass is predicted to take at most `most` times as long."""
+        found = knee(self.need_bytes, lambda size: self.at(size).overhead, most)
+        return next((share for share in SHARES if self._bytes(share) == found.budget_bytes), 100)
+
+    def _bytes(self, share: int) -> int:
+        return self.need_bytes * share // 100
+
+    def points(self, more: Iterable[int]) -> list[At]:
+        """The tenths of the need and `more` shares, the largest first. A plan of a smaller budget is a plan of a larger one."""
+        shares = sorted({*_TENTHS, *more}, reverse=True)
+        own = [self.at(self._bytes(share)) for share in shares]
+        best = no_worse([found.overhead for found in own])
+        return [
+            At(share, self._bytes(share), own[k].overhead, found.lower_bound)
+            for share, found, k in zip(shares, own, best, strict=True)
+        ]
+
+
+def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> tuple[list[At], At | None, int]:
+    """Runs the knee, and the next larger budget as long as the run is slower than asked for.
+
+    Args:
+        curve: the predictions.
+        most: the largest slowdown.
+        run: runs the script under so many bytes; its second argument names the budget for a reader.
+
+    Returns:
+        The curve with the runs in it, the proposal, and the knee in per cent of the need. The proposal is None where no run
+        holds, and where nothing below the whole need is predicted to hold.
+    """
+    first = curve.knee(most)
+    candidates = list(range(first, 100, 5))[:MOST_RUNS]
+    points = {at.share: at for at in curve.points(candidates)}
+    proposal: At | None = None
+    for share in candidates:
+        at = points[share]
+        budget_bytes = round_up(at.budget_bytes)
+        found = run(budget_bytes, f"{share} % of the need ({show_size(budget_bytes)})")
+        at = replace(
+            at,
+            budget_bytes=budget_bytes,
+            measured=found.slowdown,
+            passes=found.passes,
+            why=found.why,
+            processor=found.processor,
+        )
+        points[share] = at
+        if found.slowdown is not None and found.slowdown <= most:
+            proposal = at
+            break
+    return sorted(points.values(), key=lambda at: -at.share), proposal, first
+
+
+def device_sizes(need_bytes: int) -> list[tuple[int, str]]:
+    """Memory of the devices that have at least a twentieth of the need and at most all of it, with their names."""
+    named: dict[int, list[str]] = {}
+    for rates in DEVICES.values():
+        named.setdefault(rates.memory_bytes, []).append(rates.name)
+    return [
+        (size, f"{show_size(size, binary=size % 2**30 == 0)}: {', '.join(names)}")
+        for size, names in sorted(named.items())
+        if need_bytes // 20 <= size <= need_bytes
+    ]

@@ -1,0 +1,292 @@
+"""Find the budget of a training script, or its largest batch, by simulating and then by running it.
+
+    memmgr tune train.py --lr 3e-4
+    memmgr tune --slowdown 1.3 --picture tune.svg train.py
+    memmgr tune --batch auto --budget 12GB train.py
+    memmgr tune --batch=--batch-size --slowdown 1.2 train.py
+
+One pass of the script is recorded and simulated at ten budgets and at the knee, the smallest budget that is predicted to
+keep the slowdown. The script then runs without memmgr and at the knee, and at the next larger budgets while it is slower than
+asked for. Each run ends after some passes: the rest of the script, which may save a model, does not run.
+
+--batch finds the largest batch in a budget, or within a slowdown for each sample. It is auto (the Trainer's or the first
+DataLoader's), an environment variable or a name that the script assigns a number to, an --OPTION of the script,
+per_device_train_batch_size, Lightning's batch_size, or call:FILE.py:FUNCTION, which is called with the size before the script.
+
+Exit code: 0 for a proposal; 1 where nothing holds; 2 for a script that fails or a wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from memmgr.config.machine import free_bytes
+from memmgr.config.sizes import Need, parse_budget, show_seconds, show_size
+from memmgr.tools.common.console import megabytes, table
+from memmgr.tools.common.policy_option import add_policy
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.tune import batch_search
+from memmgr.tools.tune.job import Batch, Job
+from memmgr.tools.tune.runner import Measured, Runner, usual_seconds
+from memmgr.tools.verbs import run as run_verb
+from memmgr.tools.view import plot
+
+MOST = 1.1
+NOISY = 1.1
+_PASSES = 24
+_PASSES_OF_A_BATCH = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.usage = "memmgr tune [options] (SCRIPT.py | -m MODULE) [its arguments]"
+    parser.add_argument("--slowdown", metavar="X", help="the most that is accepted: 1.2, 20%% (default 1.1)")
+    parser.add_argument("--batch", metavar="WHERE", help="find the largest batch: auto, or the place where it is set")
+    parser.add_argument("--batch-now", type=int, metavar="N", help="the script's own batch, where it cannot be found")
+    parser.add_argument("--budget", metavar="SIZE", help="of --batch: as of memmgr run (default: device)")
+    parser.add_argument("--passes", type=int, metavar="N", help="of each run (default 24; with --batch 12)")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="a .png or .svg (default: SCRIPT.tune.png, with matplotlib)"
+    )
+    add_policy(parser)
+    parser.add_argument("--disk", metavar="FOLDER", help="for evicted tensors; or none")
+    parser.add_argument("--device", help="the device that the budget limits (default: the accelerator, else cpu)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument("script", help="the script, or the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes; see the module's text for the exit code."""
+    most = _slowdown(args.slowdown)
+    batch = batch_search.parse(args.batch) if args.batch is not None else None
+    _check(args, batch)
+    options = {name: getattr(args, name) for name in ("policy", "disk", "device") if getattr(args, name) is not None}
+    passes = args.passes or (_PASSES if batch is None else _PASSES_OF_A_BATCH)
+    job = Job(args.script, args.arguments, args.module, passes, options=options)
+    with tempfile.TemporaryDirectory(prefix="memmgr-tune-") as folder, Runner(job, Path(folder), _say) as runner:
+        if batch is not None:
+            return _largest_batch(args, runner, job, batch, most)
+        return _budget(args, runner, most or MOST)
+
+
+def _say(text: str) -> None:
+    print(f"memmgr tune: {text}", file=sys.stderr, flush=True)
+
+
+def _slowdown(text: str | None) -> float | None:
+    """`1.2` or `20%`; None: not given."""
+    if text is None:
+        return None
+    try:
+        value = 1 + float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise UsageError(f"--slowdown: {text!r} is neither a factor (1.2) nor a percentage (20%)") from None
+    if not 1 < value < 100:
+        raise UsageError(f"--slowdown: {text!r}: expected a factor over 1, 1.2 for example, or 20%")
+    return value
+
+
+def _check(args: argparse.Namespace, batch: Batch | None) -> None:
+    """Checks the options before the script runs."""
+    if not args.module and not Path(args.script).is_file():
+        raise UsageError(f"cannot read {args.script}: {'a folder' if Path(args.script).is_dir() else 'no such file'}")
+    if args.passes is not None and args.passes < 6:
+        raise UsageError(f"--passes: {args.passes} are too few to measure; at least 6")
+    if batch is None:
+        if args.budget is not None or args.batch_now is not None:
+            raise UsageError("--budget and --batch-now belong to --batch; without it the budget is searched for")
+        if args.picture is None and plot.available():
+            args.picture = Path(f"{Path(args.script).stem if not args.module else args.script}.tune.png")
+        plot.check_picture(args.picture)
+        return
+    if args.picture is not None:
+        raise UsageError("--picture is of budgets, not of --batch")
+    if args.batch_now is not None and args.batch_now < 1:
+        raise UsageError(f"--batch-now: {args.batch_now} is less than 1")
+    try:
+        asked = parse_budget("device" if args.budget is None else args.budget, whole=1 << 60, what="--budget")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if isinstance(asked, Need):
+        raise UsageError(
+            "--budget: a share of the need grows with the batch; name a size, a share of the device, or device"
+        )
+
+
+# ---- budget --------------------------------------------------------------------------------------------------------
+
+
+def _budget(args: argparse.Namespace, runner: Runner, most: float) -> int:
+    from memmgr.tools.tune.search import Curve, Tuned, propose
+
+    trace = runner.trace()
+    plain = [runner.plain()]
+    curve = Curve(trace, _say)
+
+    def measured(budget_bytes: int, name: str) -> Measured:
+        return runner.measure(str(budget_bytes), plain, name)
+
+    points, proposal, knee = propose(curve, most, measured)
+    usual = [usual_seconds(one) for one in plain]
+    tuned = Tuned(
+        curve.need_bytes, sum(usual) / len(usual), most, points, proposal, knee, noise=max(usual) / min(usual)
+    )
+    if trace.device == "cpu":
+        tuned.device_bytes = free_bytes()
+    if args.picture is not None:
+        _draw(tuned, args)
+    if args.json:
+        print(json.dumps(tuned.plain()))
+    else:
+        _show(tuned, args, trace.device)
+    return 0 if proposal is not None else 1
+
+
+def _draw(tuned: object, args: argparse.Namespace) -> None:
+    from memmgr.tools.tune.search import Tuned, device_sizes
+
+    assert isinstance(tuned, Tuned)
+    need = tuned.need_bytes
+    made = tuned.proposal
+    marks = plot.Marks(
+        measured=[(at.budget_bytes / need, at.measured) for at in tuned.curve if at.measured is not None],
+        proposal=None if made is None or made.measured is None else (made.budget_bytes / need, made.measured),
+        sizes=[(size / need, name) for size, name in device_sizes(need)],
+        limit=tuned.most,
+    )
+    rows = [[plot.Point(at.share / 100, at.simulated, at.lower_bound, "simulated")] for at in tuned.curve]
+    name = args.script if args.module else Path(args.script).name
+    title = f"{name}: {megabytes(need)} and {show_seconds(tuned.seconds)} a pass without a budget"
+    plot.slowdown(rows, args.picture, title, marks)
+
+
+def _factor(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
+    from memmgr.tools.tune.search import Tuned, device_sizes
+
+    assert isinstance(tuned, Tuned)
+    print(
+        f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)} (measured); time over that, "
+        "by budget (-: no plan was found)"
+    )
+    rows = []
+    for at in tuned.curve:
+        note = "knee" if at.share == tuned.knee_share else ""
+        if tuned.proposal is not None and at.share == tuned.proposal.share:
+            note = "knee, proposal" if note else "proposal"
+        bar = "" if at.simulated is None else "#" * min(20, round(20 * (at.simulated - 1)))
+        rows.append(
+            [
+                f"{at.share} %",
+                show_size(at.budget_bytes),
+                _factor(at.simulated),
+                _factor(at.lower_bound),
+                _factor(at.measured) if at.measured is not None else at.why or "",
+                (note or bar).ljust(20),
+            ]
+        )
+    table(["of the need", "budget", "simulated", "bound", "measured", ""], rows)
+    for size, name in device_sizes(tuned.need_bytes):
+        print(f"{100 * size / tuned.need_bytes:.0f} % of the need is the memory of {name}")
+    if args.picture is not None:
+        print(args.picture)
+    _show_proposal(tuned, args, device)
+
+
+def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None:
+    from memmgr.tools.tune.search import Tuned
+
+    assert isinstance(tuned, Tuned)
+    made = tuned.proposal
+    if made is not None:
+        print(
+            f"proposal: {show_size(made.budget_bytes)}, {made.share} % of the need: simulated {_factor(made.simulated)}, "
+            f"measured {_factor(made.measured)} over {made.passes} passes\n  {_command(args, show_size(made.budget_bytes))}"
+        )
+    elif any(at.measured is not None for at in tuned.curve):
+        print(
+            f"no proposal: each budget that was run is slower than {_factor(tuned.most)}. See memmgr report for the reasons"
+        )
+    else:
+        why = next((at.why for at in tuned.curve if at.why), "no smaller budget is predicted to hold")
+        print(f"no proposal within {_factor(tuned.most)}: {why}")
+    if tuned.noise > NOISY:
+        used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
+        print(
+            f"the machine was busy: runs without a budget took up to {_factor(tuned.noise)} of one another's time. By processor "
+            f"time, without waiting: {used}"
+        )
+    if device != "cpu":
+        print(f"all memory of the device, so that it is slower instead of out of memory:\n  {_command(args, 'device')}")
+    elif tuned.device_bytes is not None and tuned.device_bytes >= tuned.need_bytes:
+        print(f"{show_size(tuned.device_bytes)} are free here, so the script also runs without a budget")
+
+
+def _command(args: argparse.Namespace, budget: str, arguments: list[str] | None = None) -> str:
+    """The command of the proposal."""
+    own = argparse.Namespace(**{**vars(args), "disk_size": None, "host": None, "log": None, "verify": False})
+    own.arguments = args.arguments if arguments is None else arguments
+    return run_verb.command(own, budget=budget.replace(" ", ""))
+
+
+# ---- batch ---------------------------------------------------------------------------------------------------------
+
+
+def _largest_batch(args: argparse.Namespace, runner: Runner, job: Job, batch: Batch, most: float | None) -> int:
+    budget = args.budget or "device"
+    most = MOST if most is None and args.budget is None else most
+    plain = runner.plain(batch)
+    now = args.batch_now or batch_search.own_size(batch, job, plain)
+    rows, best = batch_search.search(runner, batch, now, plain, budget, most, _say)
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "budget": budget,
+                    "now": now,
+                    "largest": vars(best) if best else None,
+                    "tried": [vars(r) for r in rows],
+                }
+            )
+        )
+        return 0 if best is not None else 1
+    table(
+        ["batch", "needs", "a pass", "a sample", ""],
+        [
+            [
+                str(row.batch),
+                show_size(row.need_bytes) if row.need_bytes else "",
+                show_seconds(row.seconds) if row.seconds else "",
+                _factor(row.slowdown) if row.slowdown is not None else "",
+                row.error or ("now" if row.batch == now else ""),
+            ]
+            for row in rows
+        ],
+    )
+    if best is None:
+        print(f"no batch holds in {budget}" + (f" within {_factor(most)} a sample" if most is not None else ""))
+        return 1
+    print(
+        f"the largest batch in {budget}: {best.batch} (now {now}); a sample takes {_factor(best.slowdown)} the time of now "
+        "without a budget"
+    )
+    print(f"  {_with_batch(args, batch, best.batch, budget)}")
+    return 0
+
+
+def _with_batch(args: argparse.Namespace, batch: Batch, size: int, budget: str) -> str:
+    from memmgr.tools.tune.batch_size import with_option
+
+    if batch.how == "option":
+        return _command(args, budget, with_option(args.arguments, batch.name, size))
+    place = {"auto": "the script's batch size", "call": batch.name}.get(batch.how, batch.name)
+    return f"{_command(args, budget)}   with {size} as {place}"
