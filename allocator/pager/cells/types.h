@@ -108,8 +108,8 @@ struct Cell {
   bool small = false;     // counted and never paged: a recipe names it, or a reader has written to it
   bool kept = false;      // an orphan that recipes keep by value
   bool given_up = false;  // a budget that has ended could not restore it, and has reported that
-  // The call of a compiled forward that has allocated it without an op (tl_compiled_forward); 0: there is none. Until that
-  // call ends no foreign code has the cell, so an uninitialized version of it has no bytes that count.
+  // The call of a compiled forward that has allocated it without an op (tl_compiled_forward); 0: there is none. Until
+  // that call ends no foreign code has the cell, so an uninitialized version of it has no bytes that count.
   uint64_t blank_in = 0;
   Purpose purpose = Purpose::kOther;
   uint64_t moved_bytes = 0;  // over the link, both ways; kept here because the purpose may be set later
