@@ -21,6 +21,7 @@ using memmgr::Guarded;
 using memmgr::Say;
 
 memmgr::Arena* Of(mm_arena* arena) { return reinterpret_cast<memmgr::Arena*>(arena); }
+memmgr::Places* Of(mm_places* places) { return reinterpret_cast<memmgr::Places*>(places); }
 memmgr::Tier* Of(mm_tier* tier) { return reinterpret_cast<memmgr::Tier*>(tier); }
 mm_tier* Handle(memmgr::Tier* tier) { return reinterpret_cast<mm_tier*>(tier); }
 
@@ -83,6 +84,20 @@ uint64_t mm_arena_take_mark(mm_arena* arena, uint64_t* peak_bytes) { return Of(a
 void mm_own_work(int delta) { memmgr::NoteOwnWork(delta); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
 void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
+mm_places* mm_places_make(void) {
+  return Guarded<mm_places*>(nullptr, [] { return reinterpret_cast<mm_places*>(new memmgr::Places); });
+}
+void mm_places_end(mm_arena* arena, mm_places* places) {
+  Of(arena)->Forget(Of(places));
+  delete Of(places);
+}
+void mm_places_stats_get(const mm_places* places, mm_places_stats* out) {
+  *out = reinterpret_cast<const memmgr::Places*>(places)->stats();
+}
+void mm_arena_follow(mm_arena* arena, mm_places* places) {
+  Guarded<int>(-1, [&] { return Of(arena)->Follow(Of(places)), 0; });
+}
+void mm_arena_at(mm_arena* arena, uint32_t position) { Of(arena)->At(position); }
 void mm_arena_promise_outside(mm_arena* arena, int64_t delta) { Of(arena)->Promise(delta); }
 uint64_t mm_arena_shortage(mm_arena* arena) { return Of(arena)->Shortage(0); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }

@@ -101,8 +101,10 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
     const uint64_t small_bytes = areas.small_bytes != 0 ? areas.small_bytes : std::max(large / 8, kMiB);
     const uint64_t small = RoundUp(small_bytes, pages.page_bytes);
     errno = 0;
-    char* base = static_cast<char*>(pages.reserve(pages.user, large + small));
-    if (base != nullptr) return new Arena(pages, base, large, small, areas.small_unit_shift, budget_bytes);
+    const uint64_t shared = RoundUp(areas.shared_bytes, pages.page_bytes);
+    char* base = static_cast<char*>(pages.reserve(pages.user, large + small + shared));
+    if (base != nullptr)
+      return new Arena(pages, base, {large, least, small, areas.small_unit_shift, shared}, budget_bytes);
     if (large <= RoundUp(least, pages.page_bytes)) break;
   }
   *wrong = "cannot reserve " + std::to_string(least) + " bytes of addresses";
@@ -110,14 +112,13 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
   return nullptr;
 }
 
-Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, int small_unit_shift,
-             uint64_t budget_bytes)
+Arena::Arena(const PageOps& pages, char* base, const Areas& areas, uint64_t budget_bytes)
     : pages_(pages),
       base_(base),
-      range_bytes_(large_bytes + small_bytes),
+      range_bytes_(areas.large_bytes + areas.small_bytes + areas.shared_bytes),
       debug_(getenv("MEMMGR_DEBUG") != nullptr && strcmp(getenv("MEMMGR_DEBUG"), "1") == 0),
-      large_(pages, &sets_, base, large_bytes, kLargeUnitShift),
-      small_(pages, &sets_, base + large_bytes, small_bytes, small_unit_shift),
+      large_(pages, &sets_, base, areas.large_bytes, kLargeUnitShift),
+      small_(pages, &sets_, base + areas.large_bytes, areas.small_bytes, areas.small_unit_shift),
       budget_bytes_(budget_bytes) {
   ChooseChunk();
   WatchForks();
@@ -125,6 +126,11 @@ Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t sm
 
 Arena::~Arena() {
   IgnoreForks();
+  for (const Shared& shared : shared_) {
+    StreamMask touched = 0;
+    StreamTimes times;
+    shared.frames->EndGivingUp(shared.frames->BeginGivingUp(shared.frames->idle(), &touched, &times), true);
+  }
   pages_.release(pages_.user, base_, range_bytes_);
 }
 
@@ -149,7 +155,9 @@ uint64_t Arena::GiveBackNow(uint64_t pages) {
 
 // The pages have no owner while the streams are waited for without the lock: frees never wait, and work of a
 // stream that is waited for may itself end in a free.
-uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
+// `but`: the request is for one of these frames, and
+// no other one of them is given up.
+uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, const SharedFrames* but) {
   if (!waits()) return GiveBackNow(pages);
   hold->unlock();
   std::lock_guard room(room_lock_);
@@ -158,6 +166,15 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
   Block* small = large_.away_pages() < pages ? small_.Detach(pages - large_.away_pages(), nullptr) : nullptr;
   StreamMask touched = 0;
   StreamTimes times;
+  std::vector<std::pair<SharedFrames*, SharedFrames::Leaving>> leaving;
+  for (const bool retired : {true, false}) {
+    for (const Shared& shared : shared_) {
+      uint64_t found = away_pages();
+      for (const auto& [frames, those] : leaving) found += those.frames.size();
+      if (found >= pages || (shared.of == nullptr) != retired || shared.frames.get() == but) continue;
+      leaving.emplace_back(shared.frames.get(), shared.frames->BeginGivingUp(pages - found, &touched, &times));
+    }
+  }
   for (Block* list : {large, small}) {
     for (Block* piece = list; piece != nullptr; piece = piece->left) {
       if (piece->touched == 0) continue;
@@ -166,7 +183,8 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
     }
   }
   hold->unlock();
-  const bool settled = (large == nullptr && small == nullptr) || pages_.settle(pages_.user, touched, times) == 0;
+  const bool none = large == nullptr && small == nullptr && leaving.empty();
+  const bool settled = none || pages_.settle(pages_.user, touched, times) == 0;
   uint64_t given = 0;
   const auto come_back = [&](Heap* heap, Block* list, char* base) {
     while (list != nullptr) {
@@ -183,13 +201,14 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
   come_back(&large_, large, base_);
   come_back(&small_, small, base_ + large_.bytes());
   hold->lock();
+  for (const auto& [frames, those] : leaving) given += frames->EndGivingUp(those, settled);
   return given;
 }
 
 // I2: pages that have to be given back before `extra_pages` are committed.
 uint64_t Arena::ExcessPages(uint64_t extra_pages) const {
   const uint64_t bytes = (committed_pages() + extra_pages) * pages_.page_bytes + stats_.outside_bytes;
-  if (bytes <= budget() || (spare_pages() == 0 && away_pages() == 0)) return 0;
+  if (bytes <= budget() || (spare_pages() == 0 && away_pages() == 0 && IdleFrames() == 0)) return 0;
   return (bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes;
 }
 
@@ -299,6 +318,85 @@ void Arena::SetLayout(int remap, int apart) {
   apart_ = apart != 0;
 }
 
+// ---- sites ----------------------------------------------------------------------------------------------------
+
+void Arena::Follow(Places* places) {
+  Hold hold(lock_);
+  places_ = places != nullptr && pages_.take_frame != nullptr && !forked() ? places : nullptr;
+  following_ = nullptr;
+  std::erase_if(shared_, [](const Shared& shared) {
+    return shared.of == nullptr && shared.frames->live_blocks() == 0 && shared.frames->backed() == 0;
+  });
+  if (places_ == nullptr) return;
+  for (const Shared& shared : shared_)
+    if (shared.of == places) following_ = shared.frames.get();
+  if (!places->Begin(pages_.page_bytes)) return;
+  hold.unlock();
+  Places::Computed computed = places->Compute();
+  hold.lock();
+  Retire(places);
+  following_ = Share(places, std::move(computed.layout));
+  if (following_ == nullptr) computed = {};
+  places->Use(std::move(computed.rows), computed.layout.frames);
+}
+
+void Arena::At(uint32_t position) {
+  std::lock_guard hold(lock_);
+  if (places_ != nullptr) places_->At(position);
+}
+
+void Arena::Forget(const Places* places) {
+  std::lock_guard hold(lock_);
+  if (places_ == places) {
+    places_ = nullptr;
+    following_ = nullptr;
+  }
+  Retire(places);
+}
+
+// Their memory is the first that is given back.
+void Arena::Retire(const Places* places) {
+  for (Shared& shared : shared_)
+    if (shared.of == places) shared.of = nullptr;
+}
+
+// nullptr: there are no sites, or not as many addresses.
+SharedFrames* Arena::Share(const Places* places, Layout layout) {
+  uint64_t bytes = 0;
+  for (const auto& frames : layout.sites) bytes += frames.size() * pages_.page_bytes;
+  uint64_t at = large_.bytes() + small_.bytes();
+  for (const Shared& shared : shared_) at = std::max(at, shared.frames->end());
+  if (bytes == 0 || at + bytes > range_bytes_) return nullptr;
+  shared_.push_back({places, std::make_unique<SharedFrames>(pages_, &sets_, base_, at, std::move(layout))});
+  return shared_.back().frames.get();
+}
+
+// nullptr: it has no site, or its site is not free or can have no memory; or, with `room`, memory has to be given back
+// elsewhere first.
+void* Arena::TrySite(Request* request) {
+  const StreamOrder* order = request->order;
+  if (following_ == nullptr || request->no_site) return nullptr;
+  if (order != nullptr && (order->pool != 0 || order->allowed != ~StreamMask{0})) return nullptr;
+  const size_t site = places_->SiteOf(request->bytes);
+  if (site == Places::kNone || !following_->IsFree(site)) return nullptr;
+  if (const uint64_t missing = following_->Missing(site); missing > 0) {
+    const uint64_t bytes = (committed_pages() + missing) * pages_.page_bytes + stats_.outside_bytes;
+    const uint64_t excess = bytes > budget() ? (bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes : 0;
+    if (excess > spare_pages() + away_pages() + IdleFrames(following_)) {
+      places_->Lacked();
+      return nullptr;
+    }
+    if (excess > 0) {
+      request->room = excess;
+      request->for_site = true;
+      return nullptr;
+    }
+  }
+  if (!following_->Back(site)) return nullptr;
+  held_bytes_ += request->bytes;
+  return HandOut(nullptr, following_->Take(site, request->bytes, request->requested_bytes), request);
+}
+
 // Memory in stream order may have to be of few streams; otherwise any run will do.
 inline Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit, End end) const {
   if (request.order != nullptr && request.order->allowed != ~StreamMask{0})
@@ -356,6 +454,7 @@ inline void Arena::CountSmall(uint64_t bytes, int sign) {
   small_bytes_.store(sign > 0 ? now + bytes : now - bytes, std::memory_order_relaxed);
 }
 
+// `heap`: nullptr for a block at its site.
 inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   if (StreamOrder* order = request->order) {
     order->touched = sets_.Mask(block->touched);
@@ -372,6 +471,7 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_pages() * pages_.page_bytes);
   ResidentChanged();
   const uint64_t offset = block->offset + (heap == &small_ ? large_.bytes() : 0);
+  if (places_ != nullptr && heap != &small_) places_->Taken(offset, request->bytes, heap == nullptr);
   Verify("alloc");
   return base_ + offset;
 }
@@ -397,6 +497,10 @@ void* Arena::Try(Request* request) {
   request->bytes = RoundUpTo(request->requested_bytes, heap->unit_shift());
   request->need = Shortage(request->bytes);
   if (request->need > 0) return nullptr;
+  if (places_ != nullptr && heap == &large_) {
+    if (void* p = TrySite(request)) return p;
+    if (request->room > 0) return nullptr;
+  }
   Block* block = Place(heap, request);
   if (block == nullptr && heap == &small_ && request->room == 0) {
     heap = &large_;  // the small area is full: the other one can hold it as well
@@ -429,10 +533,15 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
   bool helped = true;
   for (int round = 0;; ++round) {
     request->room = 0;
+    request->for_site = false;
     void* p = Try(request);
     if (p != nullptr || request->room == 0) {
       if (round > 0) LetGo();
       return p;
+    }
+    if (request->for_site && !helped) {
+      request->no_site = helped = true;
+      continue;
     }
     if (!helped || round == kRoundsForRoom) {
       request->need = request->room * pages_.page_bytes;
@@ -440,14 +549,16 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
       return nullptr;
     }
     // Even after "nothing": another thread may have given back the pages that this needs.
-    const uint64_t given = GiveBackSettled(hold, request->room);
+    const uint64_t given = GiveBackSettled(hold, request->room, request->for_site ? following_ : nullptr);
     if (waits()) stats_.remapped_bytes += given * pages_.page_bytes;
     helped = given > 0;
   }
 }
 
 Arena::Request Arena::MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const {
-  return {std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap_ == MM_REMAP_FIRST, 0, order};
+  // In a period with places all bytes are planned: a block without a run has pages moved for it, and nobody leaves.
+  const bool remap = remap_ == MM_REMAP_FIRST || (remap_ == MM_REMAP_LAST && places_ != nullptr);
+  return {std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap, 0, order};
 }
 
 void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
@@ -547,10 +658,14 @@ inline void Arena::Release(Block* block, uint64_t offset) {
   stats_.requested_bytes -= block->bytes - block->slack;
   if (block->pool == 0) {
     held_bytes_ -= block->bytes;
-    if (!InSmall(offset)) large_held_bytes_ -= block->bytes;
+    if (offset < large_.bytes()) large_held_bytes_ -= block->bytes;
   }
   ++stats_.frees;
-  (InSmall(offset) ? small_ : large_).Free(block);
+  if (places_ != nullptr && !InSmall(offset)) places_->Freed(offset);
+  if (InShared(offset))
+    SharedAt(offset)->Free(block);
+  else
+    (InSmall(offset) ? small_ : large_).Free(block);
   resident_.store(held_bytes_ + stats_.outside_bytes, std::memory_order_relaxed);
   ObeyBudget();  // after the budget has shrunk, or where fragments take the room of spare pages
   Verify("free");
@@ -578,7 +693,7 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
   Hold hold(lock_);
   if (forked()) return 0;
   const uint64_t keep_pages = keep_bytes / pages_.page_bytes;
-  const uint64_t spare = spare_pages();
+  const uint64_t spare = spare_pages() + IdleFrames();
   const uint64_t given = spare > keep_pages ? GiveBackSettled(&hold, spare - keep_pages) : 0;
   LetGo();
   Verify("trim");
@@ -671,6 +786,12 @@ void Arena::BeginSettling() {
       const StreamMask mask = before.Mask(block->touched);
       // A live block stays in use. Replays of a graph in whose pool the block lies are not reported.
       block->touched = block->live || block->pool != 0 ? sets_.Of(mask) : sets_.Fenced(mask);
+    });
+  }
+  for (const Shared& shared : shared_) {
+    shared.frames->ForEachTouched([&](TouchedId* touched, bool in_use) {
+      const StreamMask mask = before.Mask(*touched);
+      *touched = in_use ? sets_.Of(mask) : sets_.Fenced(mask);
     });
   }
 }
@@ -792,8 +913,9 @@ void Arena::Stats(mm_arena_stats* out) {
   out->budget_bytes = budget();
   out->committed_bytes = committed_pages() * pages_.page_bytes;
   out->live_blocks = large_.live_blocks() + small_.live_blocks();
+  for (const Shared& shared : shared_) out->live_blocks += shared.frames->live_blocks();
   out->small_blocks = small_.live_blocks();
-  out->free_bytes = large_.free_bytes() + small_.free_bytes();
+  out->free_bytes = large_.free_bytes() + small_.free_bytes() + IdleFrames() * pages_.page_bytes;
   if (forked()) return;
   out->largest_free_bytes = std::max(large_.LargestFreeBytes(), small_.LargestFreeBytes());
   out->placeable_bytes = Placeable();
@@ -850,6 +972,8 @@ void Arena::Walk(mm_block_fn visit, void* user) {
       });
       shift += heap->bytes();
     }
+    for (const Shared& shared : shared_)
+      shared.frames->ForEachLive([&](uint64_t offset, uint64_t bytes) { pieces.push_back({offset, bytes, 1}); });
   }
   for (const Piece& piece : pieces) {
     if (visit(user, piece.offset, piece.bytes, piece.state) != 0) return;
@@ -872,6 +996,12 @@ std::string Arena::CheckLocked() const {
       return true;
     });
   }
+  uint64_t shared_blocks = 0;
+  for (const Shared& shared : shared_) {
+    if (std::string wrong = shared.frames->Check(); !wrong.empty()) return wrong;
+    shared.frames->ForEachLive([&](uint64_t, uint64_t bytes) { live += bytes; });
+    shared_blocks += shared.frames->live_blocks();
+  }
   uint64_t large_held = 0;
   for (const Block* block = large_.first(); block != nullptr; block = block->next)
     if (block->pool != kAway && (block->live || block->pool != 0)) large_held += block->bytes;
@@ -879,7 +1009,8 @@ std::string Arena::CheckLocked() const {
   if (held_bytes_ != stats_.live_bytes + large_.pooled_bytes() + small_.pooled_bytes())
     return "held is not live + pooled";
   if (live != stats_.live_bytes) return "live_bytes is not the sum over the live blocks";
-  if (stats_.allocations - stats_.frees != large_.live_blocks() + small_.live_blocks()) return "blocks are miscounted";
+  if (stats_.allocations - stats_.frees != large_.live_blocks() + small_.live_blocks() + shared_blocks)
+    return "blocks are miscounted";
   if (resident() != held_bytes_ + stats_.outside_bytes) return "resident is not held + outside";
   const uint64_t committed = committed_pages() * pages_.page_bytes;
   if (pages_.give_back == GiveBack::kAtOnce && spare_pages() > 0 && committed + stats_.outside_bytes > budget())

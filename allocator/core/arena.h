@@ -32,6 +32,8 @@
 #include "heap.h"
 #include "lock.h"
 #include "memmgr/core.h"
+#include "places.h"
+#include "shared_frames.h"
 #include "window.h"
 
 namespace memmgr {
@@ -52,8 +54,9 @@ struct StreamOrder {
 struct Areas {
   uint64_t large_bytes;
   uint64_t least_large_bytes;
-  uint64_t small_bytes;      // 0: an eighth of the large one
-  int small_unit_shift = 6;  // small blocks lie at multiples of 1 << this
+  uint64_t small_bytes;       // 0: an eighth of the large one
+  int small_unit_shift = 6;   // small blocks lie at multiples of 1 << this
+  uint64_t shared_bytes = 0;  // addresses for sites (shared_frames.h)
 };
 
 class Arena final : private ForkAware {
@@ -72,6 +75,10 @@ class Arena final : private ForkAware {
   void NoteVirtual(int64_t delta);
 
   void SetLayout(int remap, int apart);
+  // A period begins whose blocks have sites (places.h); nullptr: one begins, or goes on, without.
+  void Follow(Places* places);
+  void At(uint32_t position);
+  void Forget(const Places* places);  // they end
   // `order` is for memory in stream order; nullptr where there are no streams.
   void* Alloc(uint64_t requested_bytes, End end, StreamOrder* order = nullptr);
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order = nullptr);
@@ -134,8 +141,7 @@ class Arena final : private ForkAware {
   void AfterForkInChild() override;
 
  private:
-  Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, int small_unit_shift,
-        uint64_t budget_bytes);
+  Arena(const PageOps& pages, char* base, const Areas& areas, uint64_t budget_bytes);
   using Hold = std::unique_lock<Lock>;
 
   // A request on its way through Alloc.
@@ -147,17 +153,41 @@ class Arena final : private ForkAware {
     bool remap;     // addresses beyond the limit are allowed
     uint64_t room;  // pages that have to be given back first: then another try is worth it
     StreamOrder* order;
+    bool for_site = false;  // `room` is for the frames of its site
+    bool no_site = false;
   };
   uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }
-  bool InSmall(uint64_t offset) const { return offset >= large_.bytes(); }
+  bool InShared(uint64_t offset) const { return offset >= large_.bytes() + small_.bytes(); }
+  bool InSmall(uint64_t offset) const { return offset >= large_.bytes() && !InShared(offset); }
   Block* FindLive(uint64_t offset) const {
+    if (InShared(offset)) {
+      SharedFrames* shared = SharedAt(offset);
+      return shared != nullptr ? shared->FindLive(offset) : nullptr;
+    }
     return InSmall(offset) ? small_.FindLive(offset - large_.bytes()) : large_.FindLive(offset);
   }
   Request MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const;
   uint64_t Limit() const;
   uint64_t Placeable() const { return Limit() - std::min(Limit(), large_held_bytes_); }
   uint64_t away_pages() const { return large_.away_pages() + small_.away_pages(); }
-  uint64_t committed_pages() const { return large_.committed_pages() + small_.committed_pages(); }
+  uint64_t committed_pages() const {
+    uint64_t pages = large_.committed_pages() + small_.committed_pages();
+    for (const Shared& shared : shared_) pages += shared.frames->backed();
+    return pages;
+  }
+  uint64_t IdleFrames(const SharedFrames* but = nullptr) const {
+    uint64_t idle = 0;
+    for (const Shared& shared : shared_) idle += shared.frames.get() != but ? shared.frames->idle() : 0;
+    return idle;
+  }
+  SharedFrames* SharedAt(uint64_t offset) const {
+    for (const Shared& shared : shared_)
+      if (shared.frames->offset() <= offset && offset < shared.frames->end()) return shared.frames.get();
+    return nullptr;
+  }
+  void Retire(const Places* places);
+  SharedFrames* Share(const Places* places, Layout layout);
+  void* TrySite(Request* request);
   uint64_t spare_pages() const { return large_.spare_pages() + small_.spare_pages(); }
 
   void* Try(Request* request);
@@ -174,7 +204,7 @@ class Arena final : private ForkAware {
   void* Episode(Hold* hold, Request* request);
   void BeginEpisode(const Request& request);
   uint64_t GiveBackNow(uint64_t pages);
-  uint64_t GiveBackSettled(Hold* hold, uint64_t pages);
+  uint64_t GiveBackSettled(Hold* hold, uint64_t pages, const SharedFrames* but = nullptr);
   uint64_t ExcessPages(uint64_t extra_pages) const;
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);
@@ -191,6 +221,11 @@ class Arena final : private ForkAware {
   }
   void VerifyNow(const char* event) const;
 
+  struct Shared {
+    const Places* of;  // nullptr: their period has other sites now, or none
+    std::unique_ptr<SharedFrames> frames;
+  };
+
   std::unique_ptr<HostPages> host_;  // nullptr: the pages have another owner
   const PageOps& pages_;
   char* const base_;
@@ -203,6 +238,9 @@ class Arena final : private ForkAware {
   TouchedSets sets_;
   Heap large_;
   Heap small_;
+  std::vector<Shared> shared_;
+  Places* places_ = nullptr;           // of the period that runs
+  SharedFrames* following_ = nullptr;  // theirs
   mm_reclaim_fn reclaim_ = nullptr;
   void* reclaim_user_ = nullptr;
   // Written under the lock, read anywhere.

@@ -13,7 +13,6 @@ namespace memmgr {
 namespace {
 
 constexpr size_t kPlainPageBytes = size_t{1} << 16;
-constexpr size_t kUsualPage = size_t{2} << 20;
 constexpr size_t kMostPage = size_t{64} << 20;
 constexpr uint64_t kManyBytes = uint64_t{256} << 20;
 
@@ -30,12 +29,11 @@ CUmemAccessDesc AccessOf(int ordinal) {
   return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 }
 
-// One 4,096th of the device's memory, so that the ends of some hundred runs of blocks are small in comparison, and no
-// less than the driver's least. MEMMGR_CUDA_PAGE (bytes) overrides it.
-size_t PageBytes(size_t granularity, size_t total_bytes) {
+// The driver's least: a block at a site fills its last page in part, and a hundredth of the budget is two hundredths of
+// a training's time. MEMMGR_CUDA_PAGE (bytes) overrides it.
+size_t PageBytes(size_t granularity) {
   const char* asked = getenv("MEMMGR_CUDA_PAGE");
-  const size_t usual = total_bytes / 4096 > kUsualPage ? total_bytes / 4096 : granularity;
-  const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : usual;
+  const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : granularity;
   return std::clamp(std::bit_floor(std::max<size_t>(wanted, 1)), granularity, std::max(granularity, kMostPage));
 }
 
@@ -69,12 +67,10 @@ CUresult DevicePages::UseMapped() {
   if (!std::has_single_bit(granularity)) return CUDA_ERROR_NOT_SUPPORTED;
   CUdevice device = 0;
   int integrated = 0;
-  size_t free_bytes = 0, total_bytes = 0;
-  if (driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) total_bytes = 0;
   if (driver_.DeviceGet(&device, ordinal_) == CUDA_SUCCESS &&
       driver_.DeviceGetAttribute(&integrated, CU_DEVICE_ATTRIBUTE_INTEGRATED, device) == CUDA_SUCCESS)
     integrated_ = integrated != 0;
-  ops_.page_bytes = PageBytes(granularity, total_bytes);
+  ops_.page_bytes = PageBytes(granularity);
   ops_.give_back = GiveBack::kAfterSettle;
   ops_.reserve = [](void* user, size_t bytes) { return Of(user)->Reserve(bytes); };
   ops_.commit = [](void* user, void* at, size_t bytes) { return Of(user)->Commit(Address(at), bytes); };
@@ -84,6 +80,15 @@ CUresult DevicePages::UseMapped() {
     return Of(user)->settler_->Settle(touched, times);
   };
   ops_.let_go = [](void* user) { Of(user)->LetGo(); };
+  ops_.take_frame = [](void* user) { return Of(user)->TakeFrame(); };
+  ops_.give_frame = [](void* user, uint64_t frame) {
+    std::lock_guard hold(Of(user)->lock_);
+    Of(user)->kept_.push_back(frame);
+  };
+  ops_.map_frames = [](void* user, void* at, const uint64_t* frames, size_t pages) {
+    return Of(user)->MapFrames(Address(at), frames, pages);
+  };
+  ops_.unmap_frames = [](void* user, void* at, size_t pages) { return Of(user)->UnmapFrames(Address(at), pages); };
   return CUDA_SUCCESS;
 }
 
@@ -147,17 +152,68 @@ int DevicePages::Allow(int peer_ordinal) {
   return CUDA_SUCCESS;
 }
 
-CUresult DevicePages::MapPage(uint64_t page) {
+// 0 with the driver's error.
+CUmemGenericAllocationHandle DevicePages::TakeHandle(CUresult* error) {
   CUmemGenericAllocationHandle handle = 0;
+  *error = CUDA_SUCCESS;
   if (!kept_.empty()) {
     handle = kept_.back();
     kept_.pop_back();
-  } else {
-    const CUmemAllocationProp properties = Properties(ordinal_);
-    const CUresult error = driver_.MemCreate(&handle, ops_.page_bytes, &properties, 0);
-    if (error != CUDA_SUCCESS) return error;
+    return handle;
   }
-  const CUresult error = driver_.MemMap(At(page), ops_.page_bytes, 0, handle, 0);
+  const CUmemAllocationProp properties = Properties(ordinal_);
+  *error = driver_.MemCreate(&handle, ops_.page_bytes, &properties, 0);
+  return *error == CUDA_SUCCESS ? handle : 0;
+}
+
+uint64_t DevicePages::TakeFrame() {
+  std::lock_guard hold(lock_);
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return 0;
+  const RelaxedCapture relaxed(driver_);
+  const Timed timed(&counts_.map_nanoseconds);
+  CUresult error;
+  const CUmemGenericAllocationHandle handle = TakeHandle(&error);
+  Noted(error);
+  return handle;
+}
+
+int DevicePages::MapFrames(CUdeviceptr at, const uint64_t* frames, size_t pages) {
+  std::lock_guard hold(lock_);
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
+  const RelaxedCapture relaxed(driver_);
+  const Timed timed(&counts_.map_nanoseconds);
+  CUresult error = CUDA_SUCCESS;
+  size_t mapped = 0;
+  for (; mapped < pages && error == CUDA_SUCCESS; ++mapped)
+    error = driver_.MemMap(at + mapped * ops_.page_bytes, ops_.page_bytes, 0, frames[mapped], 0);
+  if (error != CUDA_SUCCESS) --mapped;
+  counts_.maps += mapped;
+  if (error == CUDA_SUCCESS) error = driver_.MemSetAccess(at, pages * ops_.page_bytes, access_.data(), access_.size());
+  if (error == CUDA_SUCCESS) return 0;
+  Noted(error);
+  if (mapped > 0 && Noted(driver_.MemUnmap(at, mapped * ops_.page_bytes)) == CUDA_SUCCESS) counts_.unmaps += mapped;
+  return DriverErrno(error);
+}
+
+int DevicePages::UnmapFrames(CUdeviceptr at, size_t pages) {
+  std::lock_guard hold(lock_);
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
+  const RelaxedCapture relaxed(driver_);
+  const Timed timed(&counts_.unmap_nanoseconds);
+  const CUresult error = Noted(driver_.MemUnmap(at, pages * ops_.page_bytes));
+  if (error != CUDA_SUCCESS) return DriverErrno(error);
+  counts_.unmaps += pages;
+  return 0;
+}
+
+CUresult DevicePages::MapPage(uint64_t page) {
+  CUresult error;
+  const CUmemGenericAllocationHandle handle = TakeHandle(&error);
+  if (error != CUDA_SUCCESS) return error;
+  error = driver_.MemMap(At(page), ops_.page_bytes, 0, handle, 0);
   if (error == CUDA_SUCCESS) {
     handles_[page] = handle;
     ++counts_.maps;

@@ -60,7 +60,11 @@ HostPages::HostPages() {
           .release = Release,
           .settle = nullptr,
           .let_go = nullptr,
-          .moving = can_move ? Moving : nullptr};
+          .moving = can_move ? Moving : nullptr,
+          .take_frame = nullptr,
+          .give_frame = nullptr,
+          .map_frames = nullptr,
+          .unmap_frames = nullptr};
 }
 
 void* HostPages::Reserve(void* user, size_t bytes) {

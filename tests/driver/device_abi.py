@@ -28,7 +28,18 @@ class DeviceStats(c.Structure):
     ]
 
 
+class PlacesStats(c.Structure):
+    _fields_ = [
+        (name, c.c_uint64) for name in "rows frames computations asked_bytes displaced_bytes lacking_periods".split()
+    ]
+
+
 _SIGNATURES = {
+    "mm_places_make": (_P, []),
+    "mm_places_end": (None, [_P, _P]),
+    "mm_places_stats_get": (None, [_P, c.POINTER(PlacesStats)]),
+    "mm_arena_follow": (None, [_P, _P]),
+    "mm_arena_at": (None, [_P, c.c_uint32]),
     "mm_driver_load": (_P, [c.c_char_p, c.c_char_p, c.c_size_t]),
     "mm_driver_device_count": (c.c_int, [_P]),
     "mm_device_open": (_P, [_P, c.c_int, c.c_uint64, c.c_int, c.c_char_p, c.c_size_t]),

@@ -1014,8 +1014,9 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
   }
   for (uint64_t at = address; at < end; at += fake.mappings[at].bytes) {
     Mapping& mapping = fake.mappings[at];
-    // The content of a handle that is mapped again is undefined, too.
-    if (writable && !mapping.accessible && mapping.bytes <= kPoisonLimit && !fake.hollow) {
+    // The content of a handle that is mapped again is undefined, too; that of one which has another mapping stays.
+    const bool alone = fake.physical.at(mapping.handle).maps == 1;
+    if (writable && !mapping.accessible && alone && mapping.bytes <= kPoisonLimit && !fake.hollow) {
       memset(reinterpret_cast<void*>(at), kPoison, mapping.bytes);
     }
     mapping.accessible = writable;

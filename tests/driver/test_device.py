@@ -30,6 +30,7 @@ NAMES = (
 ).split()
 OF_COPIES = "used.time"  # since when a copy is at work on a block: test_tier_waits.py
 LENT = "lent.touched"  # of blocks that are another allocator's
+OF_SITES = {"frame.touched", "site.touched"}  # test_places.py
 
 OpenDevice = Callable[..., Device]
 
@@ -360,9 +361,12 @@ def test_without_any_one_wait_they_do_not(fake_driver_path, name: str) -> None:
 
 
 def test_the_list_of_names_is_complete() -> None:
-    sources = [build.CORE / f"{name}.cpp" for name in "device device_lent device_marks device_pages heap arena".split()]
+    sources = [
+        build.CORE / f"{name}.cpp"
+        for name in "device device_lent device_marks device_pages heap arena shared_frames".split()
+    ]
     found = {text.split('"')[1] for path in sources for text in path.read_text().split("Order<")[1:]}
-    assert found == {*NAMES, LENT, OF_COPIES}
+    assert found == {*NAMES, LENT, OF_COPIES, *OF_SITES}
 
 
 def test_no_wait_passes_by_the_names() -> None:

@@ -18,8 +18,9 @@ MODELS = {"gpt": 0.5, "convnet": 0.6}
 def seen() -> Any:
     """The results of the trainings in MODELS, each in a process of its own: signatures that one has checked would change the
     other's plans."""
-    runs = {name: child.start("trains", module="memdev.timed", models={name: share}) for name, share in MODELS.items()}
-    return {name: child.finish(run)[name] for name, run in runs.items()}
+    where: dict[str, Any] = {"module": "memdev.timed", "timeout": 120}
+    runs = {name: child.start("trains", **where, models={name: share}) for name, share in MODELS.items()}
+    return {name: child.finish(run, 120)[name] for name, run in runs.items()}
 
 
 # Known limitation: the convnet exceeds this budget. Its planned steps drain the device 5 times, and 13.5 times without reads ahead.

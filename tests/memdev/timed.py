@@ -83,7 +83,7 @@ def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, s
         mm._runtime.plans.wait()  # a plan takes no virtual time
         stats = mm.stats()
         since, plans = since + 1 if stats["plans"] == plans else 0, stats["plans"]
-        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 2):
+        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 7):
             break
     before = mm.stats() if mm is not None else {}
     simulation.begin()
@@ -114,7 +114,7 @@ def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 1
             free = trained(name, simulation, mm, steps, 2, 0)
         need = free["peak"]
         with memmgr.budget(int(need * share), device=DEVICE, quiet=True) as mm:
-            limited = trained(name, simulation, mm, steps, 4, 12)
+            limited = trained(name, simulation, mm, steps, 4, 28)
         plain = trained(name, simulation, None, 1, limited["steps"] - 1, 0)
         errors = binding.load().device_stats()["driver_errors"]
         out[name] = {

@@ -407,7 +407,7 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
         stats = mm.stats()
         since = since + 1 if stats["plans"] == plans else 0
         plans = stats["plans"]
-        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 3):
+        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 8):
             break
         if time.perf_counter() - settle_begun > run.get("settle_seconds", 8):
             break

@@ -106,6 +106,26 @@ enum { MM_REMAP_FIRST = 0, MM_REMAP_LAST = 1, MM_REMAP_NEVER = 2 };
 enum { MM_SIDE_LOW = 0, MM_SIDE_HIGH = 1 };
 void mm_arena_set_layout(mm_arena*, int remap, int apart);
 
+// Places (places.h): memory for the blocks of periods that ask for the same blocks in the same order. It is arranged
+// once two such periods in a row were followed, and anew where many blocks do not get theirs. `follow` begins a period;
+// NULL ends one. A period goes on until the next call; mm_arena_at says where the program is in it. While places are
+// followed a request that has its bytes but no run goes further up, as with MM_REMAP_FIRST. Nothing happens where pages
+// are moved cheaply (the host) or not at all.
+typedef struct mm_places mm_places;
+typedef struct {
+  uint64_t rows;             // requests of a period that have a site
+  uint64_t frames;           // pages of memory that these share
+  uint64_t computations;     // how often they were computed
+  uint64_t asked_bytes;      // by requests of a page or more in the last whole period
+  uint64_t displaced_bytes;  // of these, that are at no site
+  uint64_t lacking_periods;  // in a row, in which the budget had no memory for a site
+} mm_places_stats;
+mm_places* mm_places_make(void);
+void mm_places_end(mm_arena*, mm_places*);  // of the arena that has followed them
+void mm_places_stats_get(const mm_places*, mm_places_stats* out);
+void mm_arena_follow(mm_arena*, mm_places*);
+void mm_arena_at(mm_arena*, uint32_t position);
+
 // Alignment is 64 up to the small-block limit, 512 above. Size 0 returns NULL. NULL: out of budget after reclaim gave
 // up.
 void* mm_arena_alloc(mm_arena*, size_t bytes);

@@ -15,6 +15,7 @@
 #include "cells/lifetime.h"
 #include "cells/types.h"
 #include "plan/timeline.h"
+#include "pools/stream_rules.h"
 #include "residency/evict.h"
 #include "residency/reclaim.h"
 #include "residency/restore.h"
@@ -26,6 +27,7 @@ namespace memmgr::pager {
 namespace {
 
 constexpr size_t kMostPlans = 16;
+constexpr uint64_t kAll = ~uint64_t{0};
 constexpr size_t kMostLooks = 256;  // departures looked at under the graph's lock, for one request
 
 struct Going {
@@ -53,8 +55,9 @@ struct Follower {
   // By ordinal, of this period and of the one before: how often the plan has made the cell resident. A departure with a
   // smaller number is void.
   std::vector<uint32_t> turns;
-  std::vector<uint32_t> deferred;  // reads that found no room
-  std::vector<Unread> unread;      // of the group that runs
+  std::vector<uint32_t> deferred;     // reads that found no room
+  std::vector<Unread> unread;         // of the group that runs
+  std::shared_ptr<mm_places> places;  // that the arena follows
   bool ran_short = false;
   LeftPlan left;
 };
@@ -87,6 +90,13 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
   f.writes = at_or_after(plan->writes, position);
   f.reads = at_or_after(plan->reads, position);
   f.groups = at_or_after(plan->groups, position);
+}
+
+// A period begins with these places, or goes on without any.
+void follow_places_locked(Follower& f, std::shared_ptr<mm_places> places) {
+  if (!places && !f.places) return;
+  if (budget.arena) mm_arena_follow(budget.arena, places.get());
+  f.places = std::move(places);
 }
 
 uint32_t& turn_of(Follower& f, uint32_t ordinal) {
@@ -165,6 +175,23 @@ bool go_again_locked(Follower& f) {
   return !f.going.empty();
 }
 
+// Blocks fill the last page of their site in part, so a plan with room for all bytes may not have room for all pages.
+bool lacks_memory_locked(const Follower& f) {
+  mm_places_stats s{};
+  if (f.places) mm_places_stats_get(f.places.get(), &s);
+  return s.lacking_periods > 1;
+}
+
+// Evicts the cells that have departed. Blocks have places only where each of them ends when the plan says.
+void go_at_once() {
+  {
+    const Hold lock(graph_lock());
+    const Follower& f = follower();
+    if (!f.places || f.going.empty()) return;
+  }
+  let_planned_go(kAll, 0);
+}
+
 // Begins the reads that are due. A read that finds no room is tried again after the next op.
 void read_ahead(std::vector<uint32_t> due) {
   std::vector<uint32_t> later;
@@ -240,8 +267,10 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     unpin(c);
     drop(std::move(held));
     group.end_read();
+    go_at_once();
   }
   end_group();
+  go_at_once();
 }
 
 }  // namespace
@@ -251,6 +280,9 @@ static const bool lets_planned_go =
     (room_sources.planned = &let_planned_go_in_malloc, room_sources.plan_is_short = &note_short, true);
 
 void add_plan(FollowedPlan plan) {
+  if (queues)
+    plan.places =
+        std::shared_ptr<mm_places>(mm_places_make(), [arena = budget.arena](mm_places* p) { mm_places_end(arena, p); });
   const Hold lock(graph_lock());
   Follower& f = follower();
   for (const FollowedPlan& p : f.plans)
@@ -263,6 +295,7 @@ void add_plan(FollowedPlan plan) {
 void drop_plans() {
   const Hold lock(graph_lock());
   lead_locked(follower(), nullptr, 0);
+  follow_places_locked(follower(), nullptr);
   follower() = Follower();
 }
 
@@ -275,7 +308,10 @@ void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   Follower& f = follower();
   if (f.plans.empty() || (f.decided && !f.leads)) return;
   const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
-  if (f.leads && fits(*f.leads)) return;
+  if (f.leads && fits(*f.leads)) {
+    if (f.places) mm_arena_at(budget.arena, position);
+    return;
+  }
   auto found =
       std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.after == before && fits(p); });
   if (found == f.plans.end()) found = std::find_if(f.plans.begin(), f.plans.end(), fits);
@@ -283,6 +319,8 @@ void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   f.decided = true;
   lead_locked(f, found == f.plans.end() ? nullptr : &*found, position);
   foretelling = f.leads && f.leads->hashes.back() == before;
+  // A round that several plans begin alike is followed by the one that was right last time.
+  follow_places_locked(f, foretelling && position == 0 ? f.leads->places : nullptr);
 }
 
 void follow_before(uint32_t position) {
@@ -336,6 +374,7 @@ void follow_after(uint32_t position) {
     deferred.swap(f.deferred);
   }
   for (Cell* c : ended) last_user_is_gone(c);
+  go_at_once();
   if (!deferred.empty()) read_ahead(std::move(deferred));
 }
 
@@ -350,7 +389,8 @@ uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
     {
       const Hold lock(graph_lock());
       Follower& f = follower();
-      if (f.going.empty() && (std::exchange(again, true) || !go_again_locked(f))) break;  // once: some stay resident
+      if (f.going.empty() && (want == kAll || std::exchange(again, true) || !go_again_locked(f)))
+        break;  // once: some stay resident
       const auto place = released == 0 ? place_of_locked(f, request) : f.going.begin();
       next = *place;
       f.going.erase(place);
@@ -396,10 +436,11 @@ Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t pass
     }
     result.hash = hash;
     result.to_the_end = f.leads && f.leads->hashes.back() == hash;
-    result.ran_short = f.ran_short;
+    result.ran_short = f.ran_short || lacks_memory_locked(f);
     result.left = std::exchange(f.left, LeftPlan());
     if (hash && f.leads && !result.to_the_end) result.left = {f.leads->hashes.back(), ops};
     lead_locked(f, nullptr, 0);
+    if (!result.to_the_end) follow_places_locked(f, nullptr);
     f.decided = false;
     f.ran_short = false;
     f.turns.clear();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/constants.h"
@@ -26,7 +27,8 @@ struct FollowedPlan {
   std::vector<PlanRow> reads;       // begin before the op
   std::vector<PlanRow> groups;      // rematerialized together before the op, and evicted within the group
   std::vector<KeptRow> kept;
-  uint64_t after = 0;  // the hash of the period that preceded it the last time
+  uint64_t after = 0;                 // the hash of the period that preceded it the last time
+  std::shared_ptr<mm_places> places;  // of the period's blocks; null where moving pages costs next to nothing
 };
 
 void add_plan(FollowedPlan plan);

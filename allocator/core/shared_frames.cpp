@@ -1,0 +1,176 @@
+#include "shared_frames.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ordering.h"
+
+namespace memmgr {
+
+SharedFrames::SharedFrames(const PageOps& pages, TouchedSets* sets, char* base, uint64_t offset, Layout layout)
+    : pages_(pages), sets_(sets), base_(base), offset_(offset), end_(offset), frames_(layout.frames) {
+  sites_.resize(layout.sites.size());
+  for (size_t i = 0; i < sites_.size(); ++i) {
+    sites_[i].frames = std::move(layout.sites[i]);
+    sites_[i].block.offset = end_;
+    end_ += PagesBytes(sites_[i]);
+  }
+}
+
+bool SharedFrames::IsFree(size_t site) const {
+  const Site& s = sites_[site];
+  return !s.block.live && !s.leaving &&
+         std::none_of(s.frames.begin(), s.frames.end(), [&](uint32_t frame) { return frames_[frame].busy; });
+}
+
+uint64_t SharedFrames::Missing(size_t site) const {
+  const std::vector<uint32_t>& frames = sites_[site].frames;
+  return static_cast<uint64_t>(
+      std::count_if(frames.begin(), frames.end(), [&](uint32_t frame) { return frames_[frame].memory == 0; }));
+}
+
+bool SharedFrames::Back(size_t site) {
+  Site& s = sites_[site];
+  if (s.mapped) return true;
+  std::vector<uint64_t> memory;
+  for (const uint32_t frame : s.frames) {
+    uint64_t& handle = frames_[frame].memory;
+    if (handle == 0) {
+      handle = pages_.take_frame(pages_.user);
+      if (handle == 0) return false;
+      ++backed_;
+    }
+    memory.push_back(handle);
+  }
+  s.mapped = pages_.map_frames(pages_.user, base_ + s.block.offset, memory.data(), memory.size()) == 0;
+  return s.mapped;
+}
+
+void SharedFrames::Raise(TouchedId* touched, StreamTimes* times, TouchedId by, const StreamTimes& at) {
+  if (by == 0) return;
+  if (*touched == 0)
+    *times = at;
+  else
+    times->Raise(at);
+  *touched = sets_->Union(*touched, by);
+}
+
+Block* SharedFrames::Take(size_t site, uint64_t bytes, uint64_t requested_bytes) {
+  Site& s = sites_[site];
+  Block* block = &s.block;
+  block->touched = 0;
+  for (const uint32_t number : s.frames) {
+    Frame& frame = frames_[number];
+    frame.busy = true;
+    Order<"frame.touched">([&] { return Raise(&block->touched, &block->times, frame.touched, frame.times), 0; });
+    frame.touched = 0;
+  }
+  busy_ += s.frames.size();
+  ++live_blocks_;
+  block->bytes = bytes;
+  block->slack = static_cast<uint16_t>(bytes - requested_bytes);
+  block->home = 0;
+  block->owner = nullptr;
+  block->last_access = 0;
+  block->cost = -1;
+  block->live = true;
+  return block;
+}
+
+void SharedFrames::Free(Block* block) {
+  Site* site = SiteAt(block->offset);
+  for (const uint32_t number : site->frames) {
+    Frame& frame = frames_[number];
+    frame.busy = false;
+    frame.touched = block->touched;
+    frame.times = block->times;
+  }
+  busy_ -= site->frames.size();
+  --live_blocks_;
+  block->live = false;
+}
+
+SharedFrames::Site* SharedFrames::SiteAt(uint64_t offset) {
+  const auto at = std::lower_bound(sites_.begin(), sites_.end(), offset,
+                                   [](const Site& site, uint64_t o) { return site.block.offset < o; });
+  return at != sites_.end() && at->block.offset == offset ? &*at : nullptr;
+}
+
+Block* SharedFrames::FindLive(uint64_t offset) {
+  Site* site = SiteAt(offset);
+  return site != nullptr && site->block.live ? &site->block : nullptr;
+}
+
+// A site's last block keeps the streams that touched its addresses; its other frames may be busy under other ones.
+SharedFrames::Leaving SharedFrames::BeginGivingUp(uint64_t frames, StreamMask* touched, StreamTimes* times) {
+  Leaving leaving;
+  std::vector<bool> chosen(frames_.size());
+  for (uint32_t i = static_cast<uint32_t>(frames_.size()); i-- > 0 && leaving.frames.size() < frames;) {
+    if (frames_[i].memory == 0 || frames_[i].busy) continue;
+    leaving.frames.push_back(i);
+    chosen[i] = frames_[i].busy = true;
+    ++busy_;
+  }
+  for (uint32_t i = 0; i < sites_.size(); ++i) {
+    Site& site = sites_[i];
+    if (!site.mapped || site.leaving) continue;
+    if (std::none_of(site.frames.begin(), site.frames.end(), [&](uint32_t frame) { return chosen[frame]; })) continue;
+    site.leaving = true;
+    leaving.sites.push_back(i);
+    if (site.block.touched == 0) continue;
+    *touched |= Order<"site.touched">([&] { return sets_->Mask(site.block.touched); });
+    times->Raise(site.block.times);
+  }
+  return leaving;
+}
+
+uint64_t SharedFrames::EndGivingUp(const Leaving& leaving, bool settled) {
+  bool gone = settled;
+  for (const uint32_t i : leaving.sites) {
+    Site& site = sites_[i];
+    site.leaving = false;
+    if (!settled) continue;
+    if (pages_.unmap_frames(pages_.user, base_ + site.block.offset, site.frames.size()) != 0) {
+      gone = false;  // it stays mapped, and its frames keep their memory
+      continue;
+    }
+    site.mapped = false;
+    site.block.touched = 0;
+  }
+  uint64_t given = 0;
+  for (const uint32_t i : leaving.frames) {
+    Frame& frame = frames_[i];
+    frame.busy = false;
+    --busy_;
+    if (!gone) continue;
+    pages_.give_frame(pages_.user, std::exchange(frame.memory, 0));
+    frame.touched = 0;
+    --backed_;
+    ++given;
+  }
+  return given;
+}
+
+std::string SharedFrames::Check() const {
+  std::vector<int> users(frames_.size());
+  uint64_t live = 0, backed = 0, busy = 0;
+  for (const Site& site : sites_) {
+    const std::string at = " at offset " + std::to_string(site.block.offset);
+    if (site.block.live && (!site.mapped || site.leaving)) return "a live block's site is not mapped" + at;
+    live += site.block.live ? 1 : 0;
+    for (const uint32_t frame : site.frames) {
+      if (site.block.live) ++users[frame];
+      if (site.mapped && frames_[frame].memory == 0) return "a mapped site has a frame without memory" + at;
+    }
+  }
+  for (size_t i = 0; i < frames_.size(); ++i) {
+    if (users[i] > 1) return "two live blocks have a frame in common";
+    if (users[i] == 1 && !frames_[i].busy) return "a live block's frame is not busy";
+    backed += frames_[i].memory != 0 ? 1 : 0;
+    busy += frames_[i].busy ? 1 : 0;
+  }
+  if (live != live_blocks_ || backed != backed_ || busy != busy_) return "shared frames are miscounted";
+  return "";
+}
+
+}  // namespace memmgr

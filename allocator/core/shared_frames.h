@@ -1,0 +1,104 @@
+// Shared frames: the memory under the sites of a period (places.h).
+//
+// Words:
+//   frame   a page of memory, by the handle of its owner; it is mapped at the addresses of each site that has it
+//   site    a range of addresses of whole pages. Mapped at its first use; its block is live or there is none
+//   busy    of a frame: a live block has it, or its memory is being given up
+// Stream order goes with the frame: its next block waits for the streams that touched it under any of its addresses.
+// CUDA promises that a kernel's writes through one address are seen through another one once the kernel has ended, and
+// these waits are for its end.
+//
+// The arena's lock guards it. Memory is given up in two steps, as that of runs is: the streams that touched a site have
+// to be waited for before it is unmapped, without the lock.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "block_index.h"
+#include "pages.h"
+#include "places.h"
+#include "touched.h"
+
+namespace memmgr {
+
+class SharedFrames {
+ public:
+  // `offset`: of its first address in the arena's range.
+  SharedFrames(const PageOps& pages, TouchedSets* sets, char* base, uint64_t offset, Layout layout);
+  SharedFrames(const SharedFrames&) = delete;
+  SharedFrames& operator=(const SharedFrames&) = delete;
+
+  uint64_t offset() const { return offset_; }
+  uint64_t end() const { return end_; }
+
+  // No block has a frame of the site.
+  bool IsFree(size_t site) const;
+  // Frames of the site that have no memory yet.
+  uint64_t Missing(size_t site) const;
+  // Its missing frames get memory and it is mapped. False: the system refuses.
+  bool Back(size_t site);
+  // The site's block, which is live from now on. Its streams are those of its frames.
+  Block* Take(size_t site, uint64_t bytes, uint64_t requested_bytes);
+  void Free(Block* block);
+  // The live block at this offset; nullptr: there is none.
+  Block* FindLive(uint64_t offset);
+
+  // The memory of up to so many frames that are not busy, to be given up: they are busy until EndGivingUp. `touched`
+  // and `times`: the work that has to end first.
+  struct Leaving {
+    std::vector<uint32_t> frames;
+    std::vector<uint32_t> sites;
+  };
+  Leaving BeginGivingUp(uint64_t frames, StreamMask* touched, StreamTimes* times);
+  // Returns the frames whose memory is gone. `settled`: the streams were waited for; else all stays as it was.
+  uint64_t EndGivingUp(const Leaving& leaving, bool settled);
+
+  uint64_t backed() const { return backed_; }  // frames with memory
+  uint64_t idle() const { return backed_ - busy_; }
+  uint64_t live_blocks() const { return live_blocks_; }
+  // Visits all sets of streams. `in_use`: of a live block.
+  template <typename Visitor>
+  void ForEachTouched(const Visitor& visit) {
+    for (Site& site : sites_) visit(&site.block.touched, site.block.live);
+    for (Frame& frame : frames_) visit(&frame.touched, false);
+  }
+  template <typename Visitor>
+  void ForEachLive(const Visitor& visit) const {
+    for (const Site& site : sites_)
+      if (site.block.live) visit(site.block.offset, site.block.bytes);
+  }
+  // Empty when every invariant holds.
+  std::string Check() const;
+
+ private:
+  struct Frame {
+    uint64_t memory = 0;  // 0: none
+    bool busy = false;
+    TouchedId touched = 0;
+    StreamTimes times;
+  };
+  struct Site {
+    Block block;  // after its end it keeps the streams that touched the site
+    std::vector<uint32_t> frames;
+    bool mapped = false;
+    bool leaving = false;
+  };
+  Site* SiteAt(uint64_t offset);
+  void Raise(TouchedId* touched, StreamTimes* times, TouchedId by, const StreamTimes& at);
+  uint64_t PagesBytes(const Site& site) const { return site.frames.size() * pages_.page_bytes; }
+
+  const PageOps& pages_;
+  TouchedSets* const sets_;
+  char* const base_;
+  const uint64_t offset_;
+  uint64_t end_;
+  std::vector<Site> sites_;  // by offset
+  std::vector<Frame> frames_;
+  uint64_t backed_ = 0;
+  uint64_t busy_ = 0;  // frames with memory that are
+  uint64_t live_blocks_ = 0;
+};
+
+}  // namespace memmgr
