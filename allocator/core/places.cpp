@@ -23,6 +23,25 @@ struct Free {
   bool TighterThan(const Free& other) const { return until != other.until ? until < other.until : from > other.from; }
 };
 
+// Returns frames for a new site: those that are free for the tenant's whole life, the tightest first, then new ones.
+std::vector<uint32_t> FramesFor(const Tenant& t, std::vector<Free>* free) {
+  std::vector<uint32_t> frames;
+  for (uint32_t i = 0; i < free->size(); ++i)
+    if ((*free)[i].Has(t.birth, t.birth + t.life)) frames.push_back(i);
+  const size_t wanted = std::min<size_t>(t.pages, frames.size());
+  std::partial_sort(frames.begin(), frames.begin() + static_cast<std::ptrdiff_t>(wanted), frames.end(),
+                    [&](uint32_t a, uint32_t b) {
+                      if ((*free)[a].TighterThan((*free)[b])) return true;
+                      return !(*free)[b].TighterThan((*free)[a]) && a < b;
+                    });
+  frames.resize(wanted);
+  while (frames.size() < t.pages) {
+    frames.push_back(static_cast<uint32_t>(free->size()));
+    free->push_back({0, kNever});
+  }
+  return frames;
+}
+
 }  // namespace
 
 Layout share_frames(std::vector<Tenant>* tenants, uint64_t ring) {
@@ -67,21 +86,7 @@ Layout share_frames(std::vector<Tenant>* tenants, uint64_t ring) {
       found = true;
     }
     if (!found) {
-      std::vector<uint32_t> frames;
-      for (uint32_t i = 0; i < free.size(); ++i)
-        if (free[i].Has(t->birth, end)) frames.push_back(i);
-      const size_t wanted = std::min<size_t>(t->pages, frames.size());
-      std::partial_sort(frames.begin(), frames.begin() + static_cast<std::ptrdiff_t>(wanted), frames.end(),
-                        [&](uint32_t a, uint32_t b) {
-                          if (free[a].TighterThan(free[b])) return true;
-                          return !free[b].TighterThan(free[a]) && a < b;
-                        });
-      frames.resize(wanted);
-      while (frames.size() < t->pages) {
-        frames.push_back(static_cast<uint32_t>(free.size()));
-        free.push_back({0, kNever});
-      }
-      layout.sites.push_back(std::move(frames));
+      layout.sites.push_back(FramesFor(*t, &free));
       alike.push_back(t->site);
     }
     for (const uint32_t frame : layout.sites[t->site]) free[frame].from = end;

@@ -131,22 +131,8 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str, marks: Mar
     if marks is not None:
         _mark(axes, marks)
     axes.set_xlim(1.02, 0)
-    least = min((result.ratio for row in rows for result in row if result.overhead is not None), default=1.0)
-    if least > min(row[0].ratio for row in rows):
-        axes.text(
-            least / 2,
-            0.5,
-            "does not fit" if marks is None else "no plan was found",
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            color="#5b6472",
-            fontsize=9,
-        )
-    marked = () if marks is None else (marks.limit or 1.0, *(factor for _, factor in marks.measured))
-    highest = max([1.05, *marked, *(result.overhead or 1.0 for row in rows for result in row)])
-    room = 1.05 if marks is None else 1.4  # for the legend, above a line
-    lowest = min([1.0, *(0.98 * factor for _, factor in marks.measured)]) if marks is not None else 1.0
-    axes.set_ylim(lowest, min(1 + room * (highest - 1), _HIGHEST))
+    _tell_where_none_is_left(axes, rows, "does not fit" if marks is None else "no plan was found")
+    axes.set_ylim(*_reach(rows, marks))
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(color="#d9dde2", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -157,6 +143,22 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str, marks: Mar
     axes.legend(fontsize=8, frameon=False, handlelength=3, **beside)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
+
+
+def _tell_where_none_is_left(axes: Axes, rows: Sequence[Sequence[Point]], text: str) -> None:
+    least = min((result.ratio for row in rows for result in row if result.overhead is not None), default=1.0)
+    if least > min(row[0].ratio for row in rows):
+        where = axes.get_xaxis_transform()
+        axes.text(least / 2, 0.5, text, transform=where, ha="center", color="#5b6472", fontsize=9)
+
+
+def _reach(rows: Sequence[Sequence[Point]], marks: Marks | None) -> tuple[float, float]:
+    """The least and the largest time that a picture of slowdowns shows."""
+    marked = () if marks is None else (marks.limit or 1.0, *(factor for _, factor in marks.measured))
+    highest = max([1.05, *marked, *(result.overhead or 1.0 for row in rows for result in row)])
+    room = 1.05 if marks is None else 1.4  # for the legend, above a line
+    lowest = min([1.0, *(0.98 * factor for _, factor in marks.measured)]) if marks is not None else 1.0
+    return lowest, min(1 + room * (highest - 1), _HIGHEST)
 
 
 def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> None:
