@@ -13,6 +13,7 @@ namespace memmgr {
 namespace {
 
 constexpr size_t kPlainPageBytes = size_t{1} << 16;
+constexpr size_t kUsualPage = size_t{2} << 20;
 constexpr size_t kMostPage = size_t{64} << 20;
 constexpr uint64_t kManyBytes = uint64_t{256} << 20;
 
@@ -29,11 +30,12 @@ CUmemAccessDesc AccessOf(int ordinal) {
   return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 }
 
-// The driver's least: a block at a site fills its last page in part, and a hundredth of the budget is two hundredths of
-// a training's time. MEMMGR_CUDA_PAGE (bytes) overrides it.
-size_t PageBytes(size_t granularity) {
+// One 4,096th of the device's memory, so that the ends of some hundred runs of blocks are small in comparison, and no
+// less than the driver's least. MEMMGR_CUDA_PAGE (bytes) overrides it.
+size_t PageBytes(size_t granularity, size_t total_bytes) {
   const char* asked = getenv("MEMMGR_CUDA_PAGE");
-  const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : granularity;
+  const size_t usual = total_bytes / 4096 > kUsualPage ? total_bytes / 4096 : granularity;
+  const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : usual;
   return std::clamp(std::bit_floor(std::max<size_t>(wanted, 1)), granularity, std::max(granularity, kMostPage));
 }
 
@@ -67,10 +69,12 @@ CUresult DevicePages::UseMapped() {
   if (!std::has_single_bit(granularity)) return CUDA_ERROR_NOT_SUPPORTED;
   CUdevice device = 0;
   int integrated = 0;
+  size_t free_bytes = 0, total_bytes = 0;
+  if (driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) total_bytes = 0;
   if (driver_.DeviceGet(&device, ordinal_) == CUDA_SUCCESS &&
       driver_.DeviceGetAttribute(&integrated, CU_DEVICE_ATTRIBUTE_INTEGRATED, device) == CUDA_SUCCESS)
     integrated_ = integrated != 0;
-  ops_.page_bytes = PageBytes(granularity);
+  ops_.page_bytes = PageBytes(granularity, total_bytes);
   ops_.give_back = GiveBack::kAfterSettle;
   ops_.reserve = [](void* user, size_t bytes) { return Of(user)->Reserve(bytes); };
   ops_.commit = [](void* user, void* at, size_t bytes) { return Of(user)->Commit(Address(at), bytes); };
