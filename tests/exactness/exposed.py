@@ -1,4 +1,4 @@
-"""Holes about memory that others can write, beside those of tests/exactness/test_hostile.py: `HOLES`, in the same form."""
+"""Holes about memory that others can write, beside those of tests/exactness/hostile: `HOLES`, in the same form."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack
 
 from .harness import CaseFunction
-from .test_hostile import WIDTH, Hole, _drive
+from .hostile.hole import WIDTH, Hole, drive
 
 HOLES: dict[str, CaseFunction] = {}
 LARGE = 320  # a square of so many floats is larger than the limit of copies in a recipe (256 KiB)
 
 
 def hole(f: Hole) -> Hole:
-    HOLES[f.__name__] = _drive(f)
+    HOLES[f.__name__] = drive(f)
     return f
 
 
