@@ -79,7 +79,7 @@ demo: ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits,
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup compiled ## what a change has to pass
-	@echo "make test: about 15 minutes on two cores; make test-fast takes one"
+	@echo "make test: about 20 minutes on two cores; make test-fast takes one"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-fast: setup compiled ## a case a rule, the core, policies, the text of tools, in a minute
