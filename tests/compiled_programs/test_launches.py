@@ -15,6 +15,7 @@ import forkserver
 import pytest
 import torch
 from pager.planned import settled
+from threads import one_thread  # noqa: F401  a fixture
 
 import memmgr
 from memmgr.native import binding
@@ -28,15 +29,8 @@ pytestmark = [
     # Dynamo looks at a tensor's gradient.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("error:memmgr"),
+    pytest.mark.usefixtures("one_thread"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def budget(limit: int, policy: str = "auto", **options: Any) -> Callable[[], Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401  a fixture
 
 import memmgr
 from memmgr.native import binding
@@ -15,23 +16,9 @@ from memmgr.readers import inductor
 from memmgr.tools.bench.models import make
 
 from .programs import Training, bits
-from .test_launches import budget, measured
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("error:memmgr"),
-]
+from .test_launches import budget, measured, pytestmark  # noqa: F401  marks of this module, too
 
 ROWS, WIDTH = 512, 64  # 128 KiB: above the size from which a storage leaves
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Mixed(torch.nn.Module):

@@ -8,14 +8,11 @@ import sys
 import forkserver
 import pytest
 import torch
+from threads import one_thread  # noqa: F401  a fixture
 
 import memmgr
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("error:memmgr"),
-]
+from .test_launches import pytestmark  # noqa: F401  marks of this module, too
 
 ROWS, WIDTH = 512, 64  # 128 KiB: above the size from which a storage leaves
 
