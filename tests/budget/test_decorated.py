@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import forkserver
 import pytest
@@ -49,7 +50,11 @@ def test_steps_keep_one_budget_its_plans_and_its_summary(capfd: pytest.CaptureFi
     want = [plain().item() for _ in range(40)]
     mm = memmgr.budget(LIMIT, device="cpu")
     step = mm(_training())
-    assert [step().item() for _ in range(40)] == want
+    made = [step().item() for _ in range(20)]
+    runtime: Any = current()
+    runtime.plans.wait()  # on a busy machine the planner's process needs longer than 40 steps
+    made += [step().item() for _ in range(20)]
+    assert made == want
     assert "open" in repr(mm) and capfd.readouterr().err == ""
     stats = mm.stats()
     assert stats["passes"] == 40 and stats["planned_passes"] > 0, "each call began anew"
