@@ -160,6 +160,10 @@ int mm_device_sum_begin(mm_device* device, const void* block, size_t bytes, mm_s
   });
 }
 
+int mm_device_sum_is_there(mm_device* device, mm_sum* sum) {
+  return OnKernels(device, [&](auto& kernels) { return static_cast<int>(kernels.SumIsThere(sum)); });
+}
+
 int mm_device_sum_end(mm_device* device, mm_sum* sum, uint64_t* value) {
   return OnKernels(device, [&](auto& kernels) { return kernels.EndSum(sum, value); });
 }

@@ -16,7 +16,7 @@ namespace memmgr {
 namespace {
 
 constexpr uint16_t kWords = 512;
-constexpr size_t kKeptEvents = 2;  // one in 64 evicted blocks has a pending sum: few are under way at a time
+constexpr size_t kKeptEvents = 8;  // one in 64 evicted blocks has a sum, and each restored one of them another
 constexpr unsigned kThreads = 256;
 constexpr uint64_t kMostBlocks = 1024;
 constexpr uint64_t kBytesPerBlock = kThreads * 64;  // four loads of 16 bytes for each thread
@@ -89,6 +89,7 @@ bool DeviceKernels::Load() {
   if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&sum_, module_, "mm_sum");
   if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&same_, module_, "mm_same");
   if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&fill_, module_, "mm_fill");
+  if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&word_, module_, "mm_word");
   if (error == CUDA_SUCCESS) error = driver_.MemAlloc(&words_, kWords * sizeof(uint64_t));
   if (error == CUDA_SUCCESS) {
     void* fetched = nullptr;
@@ -171,10 +172,12 @@ CUresult DeviceKernels::Queue(Look look, uint16_t word, CUstream stream) {
   CUdeviceptr result = OnDevice(word);
   void* of_one[] = {&look.a, &look.bytes, &result};
   void* of_two[] = {&look.a, &look.b, &look.bytes, &result};
+  uint64_t* host = fetched_ + word;  // the device reaches page-locked memory by the host's address
+  void* to_host[] = {&result, &host};
   CUresult error = LaunchFill(result, 0, sizeof(uint64_t), stream);
   if (error == CUDA_SUCCESS)
     error = look.b == 0 ? Launch(sum_, look.bytes, stream, of_one) : Launch(same_, look.bytes, stream, of_two);
-  if (error == CUDA_SUCCESS) error = driver_.MemcpyDtoHAsync(fetched_ + word, result, sizeof(uint64_t), stream);
+  if (error == CUDA_SUCCESS) error = Launch(word_, sizeof(uint64_t), stream, to_host);
   // A part may have been queued, and the word must not be another call's until that has run.
   if (error != CUDA_SUCCESS) driver_.StreamSynchronize(stream);
   return error;
@@ -240,6 +243,12 @@ int DeviceKernels::BeginSum(const void* p, uint64_t bytes, CUstream stream, mm_s
   free_.push_back(sum->word);
   if (sum->event != nullptr) driver_.EventDestroy(sum->event);
   return Noted(error);
+}
+
+bool DeviceKernels::SumIsThere(mm_sum* sum) {
+  const Using driver(this);
+  std::lock_guard hold(lock_);
+  return sum->event == nullptr || driver_.EventQuery(sum->event) != CUDA_ERROR_NOT_READY;
 }
 
 int DeviceKernels::EndSum(mm_sum* sum, uint64_t* value) {

@@ -107,4 +107,10 @@ extern "C" __global__ void mm_fill(unsigned char* p, uint64_t bytes, uint64_t wo
   memmgr_kernels::FillWith(p, bytes, word, Mine());
 }
 
+// Copies a word to page-locked memory of the host. A copy by the driver would wait for all copies to the host that are
+// queued before it, on whichever stream.
+extern "C" __global__ void mm_word(const uint64_t* from, uint64_t* to) {
+  if (Mine().number == 0) *to = *from;
+}
+
 #endif

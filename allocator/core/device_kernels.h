@@ -19,7 +19,7 @@
 // A sum that the device is still taking, or whose value has been read.
 struct mm_sum {
   uint16_t word = 0;
-  CUevent event = nullptr;  // behind the copy of the word; null: `value` is set
+  CUevent event = nullptr;  // behind the write of the word; null: `value` is set
   uint64_t value = 0;
   bool awaited = false;  // a thread waits for the event, and will read the word
   bool dropped = false;  // its result will not be read
@@ -44,6 +44,7 @@ class DeviceKernels {
   // Only queues the sum. Each begun sum is ended or dropped once.
   int BeginSum(const void* p, uint64_t bytes, CUstream stream, mm_sum** out);
   int EndSum(mm_sum* sum, uint64_t* value);
+  bool SumIsThere(mm_sum* sum);  // EndSum would not wait
   void DropSum(mm_sum* sum);
   void EndDropped();  // frees the words of dropped results that the device has finished
 
@@ -82,7 +83,7 @@ class DeviceKernels {
   const int ordinal_;
   std::atomic<int> state_{kUnknown};
   CUmodule module_ = nullptr;
-  CUfunction sum_ = nullptr, same_ = nullptr, fill_ = nullptr;
+  CUfunction sum_ = nullptr, same_ = nullptr, fill_ = nullptr, word_ = nullptr;
   CUdeviceptr words_ = 0;
   uint64_t* fetched_ = nullptr;  // the words' page-locked copies
 

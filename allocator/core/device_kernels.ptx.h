@@ -544,6 +544,37 @@ $L__BB2_6:
 	ret;
 
 }
+	// .globl	mm_word
+.visible .entry mm_word(
+	.param .u64 mm_word_param_0,
+	.param .u64 mm_word_param_1
+)
+{
+	.reg .pred 	%p<2>;
+	.reg .b32 	%r<4>;
+	.reg .b64 	%rd<9>;
+
+
+	ld.param.u64 	%rd1, [mm_word_param_0];
+	ld.param.u64 	%rd2, [mm_word_param_1];
+	mov.u32 	%r1, %ctaid.x;
+	mov.u32 	%r2, %ntid.x;
+	mul.wide.u32 	%rd3, %r1, %r2;
+	mov.u32 	%r3, %tid.x;
+	cvt.u64.u32 	%rd4, %r3;
+	neg.s64 	%rd5, %rd4;
+	setp.ne.s64 	%p1, %rd3, %rd5;
+	@%p1 bra 	$L__BB3_2;
+
+	cvta.to.global.u64 	%rd6, %rd1;
+	ld.global.u64 	%rd7, [%rd6];
+	cvta.to.global.u64 	%rd8, %rd2;
+	st.global.u64 	[%rd8], %rd7;
+
+$L__BB3_2:
+	ret;
+
+}
 
 )PTX";
 

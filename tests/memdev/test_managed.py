@@ -117,16 +117,20 @@ def test_wrong_bytes_stay_wrong(children: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["late", "threaded", pytest.param("random", marks=pytest.mark.slow)])
 def test_checksums_and_trials_fetch_no_bytes(mode: str) -> None:
-    """A checksum at an eviction waits for no stream. One at a restore, and a determinism check, wait for their own."""
+    """A checksum waits for no stream, unless all are compared: then one at a restore, and a determinism check, wait for
+    their own."""
     seen = child.run("checksums", module="memdev.managed", mode=mode, seed=0, refused=False)
     waits = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "pageable bytes")
     assert [seen["leaves"][name] for name in waits] == [0, 0, 0, 0]
-    assert seen["left"] > 0 and seen["leaves"]["cuLaunchKernel"] == 2  # the word is cleared first
+    assert seen["left"] > 0 and seen["leaves"]["cuLaunchKernel"] == 3  # the word is cleared before, and fetched after
     assert seen["returns"]["cuCtxSynchronize"] == seen["returns"]["pageable bytes"] == 0
-    assert seen["returns"]["cuLaunchKernel"] == 4  # for the restored cell, and for the check of the op that uses it
-    assert seen["trials"] > 0 and seen["trial"]["cuLaunchKernel"] == 2
+    assert seen["returns"]["cuLaunchKernel"] == 6  # for the restored cell, and for the check of the op that uses it
+    assert seen["trials"] > 0 and seen["trial"]["cuLaunchKernel"] == 3
     assert seen["trial"]["cuCtxSynchronize"] == seen["trial"]["pageable bytes"] == 0
     assert seen["training"]["pageable bytes"] == 0 < seen["training"]["cuLaunchKernel"]
+    assert [seen["sampled"][name] for name in waits] == [0, 0, 0, 0] and seen["sampled"]["cuLaunchKernel"] == 3
+    assert [[when for when, _ in told] for told in seen["told"]] == [["in it"], ["in it"], ["at its end"]]
+    assert all("1048576 bytes came back other than they left" in text for told in seen["told"] for _, text in told)
     assert seen["right"] and seen["training right"]
     assert seen["after it"] == NOTHING
 

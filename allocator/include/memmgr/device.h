@@ -108,14 +108,14 @@ int mm_device_fetch(mm_device*, void* to_host, const void* from, size_t bytes, m
 //   same, sum  return when the stream has reached the result
 //   sum        depends on the bytes alone; not the sum of any function for the host
 //   sum_begin  only queues; `block` is the start of a live block, which may be freed at once and counts as touched by
-//   the
-//              stream. Each sum is ended, which waits, or dropped, before the device is closed
+//              the stream. Each sum is ended, which waits, or dropped, before the device is closed
 int mm_device_has_kernels(mm_device*);
 int mm_device_fill(mm_device*, void* p, int byte, size_t bytes, mm_stream stream);
 int mm_device_same(mm_device*, const void* a, const void* b, size_t bytes, mm_stream stream, int* same);
 int mm_device_sum(mm_device*, const void* p, size_t bytes, mm_stream stream, uint64_t* sum);
 typedef struct mm_sum mm_sum;
 int mm_device_sum_begin(mm_device*, const void* block, size_t bytes, mm_stream stream, mm_sum** sum);
+int mm_device_sum_is_there(mm_device*, mm_sum*);  // sum_end would not wait
 int mm_device_sum_end(mm_device*, mm_sum*, uint64_t* value);
 void mm_device_sum_drop(mm_device*, mm_sum*);
 // The CPU waits for the queued work of this stream; -EBUSY while it is being captured.

@@ -55,6 +55,8 @@ class Checksum {
   }
 
   bool taken() const { return taken_; }
+  // Returns true if `value` does not wait.
+  bool is_there() const { return !pending_ || mm_device_sum_is_there(device_, pending_) != 0; }
   // Waits for the device if it has to. For one thread at a time.
   uint64_t value() {
     if (mm_sum* const pending = std::exchange(pending_, nullptr)) {

@@ -33,10 +33,6 @@ struct Unmarked {
 };
 Unmarked& unmarked();
 void mark_stream();
-// Called between two ops.
-inline void mark_now_and_then() {
-  if (C10_UNLIKELY(unmarked().due())) mark_stream();
-}
 inline void note_queued(uint64_t bytes) {
   unmarked().bytes += bytes;
   ++unmarked().ops;

@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 
@@ -43,6 +44,7 @@
 #include "pools/scratch.h"
 #include "pools/stream_rules.h"
 #include "remat/replay.h"
+#include "residency/checksums.h"
 #include "residency/evict.h"
 #include "residency/restore.h"
 #include "residency/victims.h"
@@ -116,6 +118,14 @@ bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
   return true;
 }
 
+// An op that gives the program values of the device, a number or a tensor on the CPU, has waited for it.
+void compare_before_values_show(const torch::jit::Stack& stack, size_t returns) {
+  if (C10_LIKELY(comparisons.load(std::memory_order_relaxed) == 0)) return;
+  for (size_t i = stack.size() - std::min(returns, stack.size()); i < stack.size(); ++i)
+    if (!stack[i].isTensor() || (stack[i].toTensor().defined() && stack[i].toTensor().is_cpu()))
+      return end_comparisons_that_are_there();
+}
+
 uint64_t room_for_states() { return mm_arena_budget(budget.arena) / 4 * 3; }
 
 // Measures the pager's own time in one outermost op of a thread in 64: without the op's, and without waits.
@@ -149,7 +159,10 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
           Moment* moment) {
   if (C10_UNLIKELY(queues)) {
     note_stream();
-    mark_now_and_then();
+    if (C10_UNLIKELY(unmarked().due())) {
+      mark_stream();
+      end_comparisons_that_are_there();
+    }
   }
   Depth depth;
   OwnTime own(depth.outermost());
@@ -181,6 +194,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       if (C10_UNLIKELY(own.measures())) own.op_seconds = seconds_of_ticks(ticks() - begun);
       c10::SmallVector<Cell*, 4> made;
       adopt_outputs(info, *stack, returns, old, &made);
+      compare_before_values_show(*stack, returns);
       if (C10_UNLIKELY(moment && !made.empty())) moment->ended(info, made.data(), made.size(), 0, 0);
       if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
       return;
@@ -204,7 +218,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       call.run(frame, depth.outermost(), &kept);
       own.op_seconds = call.seconds;
       if (C10_UNLIKELY(moment != nullptr))
-        moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak(), call.timer);
+        moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak(), &call.timer);
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
@@ -231,6 +245,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
   }
   if (C10_UNLIKELY(queues)) note_queued(frame.bytes());
+  compare_before_values_show(*stack, info->returns);
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   // An optimizer's new states have no bytes until their first touch, if room is short. Otherwise this gains nothing.

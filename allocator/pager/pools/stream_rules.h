@@ -15,7 +15,7 @@ enum StreamRule : uint32_t {
   kRuleLate = 128,      // work that may follow an event of a step waits for the slices that ran after it
   kRuleWhere = 256,     // a slice is queued on the stream of its step
   kScribbled = 64,      // no rule: in torture mode evicted bytes are overwritten, after all their uses
-  kSampled = 32,  // no rule: a sample of evicted cells has a checksum; a restore that compares it waits for the device
+  kSampled = 32,        // no rule: a sample of evicted cells has a checksum, which is compared at their restore
 };
 
 // True while the open budget's device queues its work.

@@ -10,6 +10,7 @@
 #include "cells/types.h"
 #include "plan/timeline.h"
 #include "pools/pool.h"
+#include "residency/checksums.h"
 #include "residency/transfer.h"
 
 namespace memmgr::pager {
@@ -38,6 +39,7 @@ void after_fork_in_child() {
   renew_after_fork();
   if (!budget.arena) return;
   budget.forked = true;
+  forget_comparisons();
   budget.pool->forget_in_child();  // also if a budget was just ending: it closes before its pool ends
   if (!budget.open) return;
   stay_in_child();

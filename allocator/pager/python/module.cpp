@@ -51,6 +51,7 @@
 #include "python/introspection.h"
 #include "recipes/op_signature.h"
 #include "recipes/recipe.h"
+#include "residency/checksums.h"
 #include "residency/evict.h"
 #include "residency/floor.h"
 #include "residency/reclaim.h"
@@ -225,9 +226,11 @@ void py_close() {
   exhume();
   try {
     if (rule_holds(kRuleClosed)) budget.pool->settle();
+    end_comparisons(true);
   } catch (...) {
     wrong = std::current_exception();
   }
+  forget_comparisons();
   Py_END_ALLOW_THREADS;
   budget.open.store(false, std::memory_order_release);
   catch_unseen_threads(false);

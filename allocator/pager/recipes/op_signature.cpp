@@ -143,18 +143,19 @@ void end_trial(Kind* kind, bool same) {
   family.most = std::max(family.most, kind->read_bytes);
 }
 
-void refuse_families_locked(const Recipe* recipe) {
-  const Hold lock(kinds().lock);
+std::vector<Kind*> families_of_locked(const Recipe* recipe) {
+  std::vector<Kind*> found;
   std::unordered_set<const Recipe*> seen;
   std::vector<const Recipe*> open{recipe};
   while (!open.empty()) {
     const Recipe* r = open.back();
     open.pop_back();
     if (!r || !r->checked || !seen.insert(r).second) continue;
-    if (r->kind->of_family) r->kind->trust = Trust::kNo;
+    if (r->kind->of_family) found.push_back(r->kind);
     for (const TensorArg& a : r->tensors)
       if (a.version) open.push_back(a.version->recipe);
   }
+  return found;
 }
 
 void note_seconds(Kind* kind, double seconds) {

@@ -108,9 +108,9 @@ struct HashOf {
 Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& kernel, const void* code);
 // Ends a determinism check.
 void end_trial(Kind* kind, bool same);
-// A restored result of the recipe did not match its checksum. The families that it and its chain rely on are trusted no
-// longer: from now on each of their signatures is checked.
-void refuse_families_locked(const Recipe* recipe);
+// Returns the entries of families that the recipe and its chain rely on. If its result does not match its checksum they
+// are trusted no longer: from then on each of their signatures is checked.
+std::vector<Kind*> families_of_locked(const Recipe* recipe);
 // Returns the seconds that a run is expected to take, from its family's seconds for each byte.
 double seconds_by_family(const Recipe& recipe);
 // Records the seconds of one run. A run in less than half the known time counts at once; other runs move it by 5 %.

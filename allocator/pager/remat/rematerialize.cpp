@@ -207,7 +207,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     return false;
   }
   try {
-    check_sum(c, pointer_of(made.get()).get());
+    check_restored(c, pointer_of(made.get()).get());
   } catch (...) {
     end_move(c, true);
     drop(std::move(storage));

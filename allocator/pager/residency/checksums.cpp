@@ -1,8 +1,12 @@
 #include "residency/checksums.h"
 
 #include <cerrno>
+#include <deque>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "base/budget.h"
 #include "base/errors.h"
 #include "base/lock.h"
 #include "cells/cell.h"
@@ -12,6 +16,80 @@
 
 namespace memmgr::pager {
 
+std::atomic<uint32_t> comparisons{0};
+
+namespace {
+
+// All that is said of bytes that do not match, and done about it.
+struct Restored {
+  uint64_t nbytes = 0;
+  bool rematerialized = false;
+  std::vector<Kind*> families;  // entries that its recipe and their chain rely on
+};
+
+Restored restored(const Cell* c) {
+  Restored r{c->nbytes, c->absence == Absence::kEvicted, {}};
+  if (!r.rematerialized) return r;
+  const Hold lock(graph_lock());
+  const Recipe* recipe = c->version ? c->version->recipe : nullptr;
+  if (recipe && recipe->checked) r.families = families_of_locked(recipe);
+  return r;
+}
+
+[[noreturn]] void refuse(const Restored& r) {
+  for (Kind* family : r.families) family->trust = Trust::kNo;
+  throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                   "memmgr: " + std::to_string(r.nbytes) + " bytes came back other than they left (" +
+                       (r.rematerialized ? "rematerialized" : "read back") +
+                       "). The run must not go on with them; please report this." +
+                       (r.families.empty() ? "" : " With verify=True every op is tried in each of its sizes first."));
+}
+
+struct Comparison {
+  Checksum before, after;
+  Restored of;
+};
+
+struct Comparisons {
+  Lock& lock = lock_of(LockId::kComparisons);
+  std::deque<Comparison> all GUARDED_BY(lock);
+};
+
+Comparisons& under_way() {
+  static auto* c = new Comparisons;
+  return *c;
+}
+
+// False: the comparison has to be made at once.
+bool begin_comparison(Cell* c, const void* data) {
+  Pool* const pool = c->pool;
+  if (!c->checksum.taken() || pool->on_host() || budget.options.verify || budget.forked) return false;
+  // A write on the block's own stream is queued behind the checksum, one on a third stream behind the restore.
+  if (pool->stream() != pool->home(data)) return false;
+  Comparison begun{{}, pool->begin_sum(data, c->nbytes), restored(c)};
+  if (!begun.after.taken()) return false;  // during a capture
+  begun.before = std::move(c->checksum);
+  Comparisons& to = under_way();
+  const Hold lock(to.lock);
+  to.all.push_back(std::move(begun));
+  comparisons++;
+  return true;
+}
+
+bool take_first(bool all, Comparison* first) {
+  Comparisons& from = under_way();
+  const Hold lock(from.lock);
+  if (from.all.empty()) return false;
+  const Comparison& next = from.all.front();
+  if (!all && !(next.before.is_there() && next.after.is_there())) return false;
+  *first = std::move(from.all.front());
+  from.all.pop_front();
+  comparisons--;
+  return true;
+}
+
+}  // namespace
+
 bool sum_agrees(Cell* c, const void* data) {
   return sample_agrees(c, data) && (!c->checksum.taken() || c->pool->sum(data, c->nbytes) == c->checksum.value());
 }
@@ -19,18 +97,26 @@ bool sum_agrees(Cell* c, const void* data) {
 void check_sum(Cell* c, const void* data) {
   if (sum_agrees(c, data)) return;
   if (has_file_copy(c) && c->absence == Absence::kOffloaded) throw_file_failed(c, ESTALE);
-  bool untried = false;
-  if (c->absence == Absence::kEvicted) {
-    const Hold lock(graph_lock());
-    const Recipe* r = c->version ? c->version->recipe : nullptr;
-    untried = r && r->checked;
-    if (untried) refuse_families_locked(r);
-  }
-  throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                   "memmgr: " + std::to_string(c->nbytes) + " bytes came back other than they left (" +
-                       (c->absence == Absence::kEvicted ? "rematerialized" : "read back") +
-                       "). The run must not go on with them; please report this." +
-                       (untried ? " With verify=True every op is tried in each of its sizes first." : ""));
+  refuse(restored(c));
+}
+
+bool restored_sum_agrees(Cell* c, const void* data) { return begin_comparison(c, data) || sum_agrees(c, data); }
+
+void check_restored(Cell* c, const void* data) {
+  if (!begin_comparison(c, data)) check_sum(c, data);
+}
+
+void end_comparisons(bool all) {
+  Comparison next;
+  while (take_first(all, &next))
+    if (next.before.value() != next.after.value()) refuse(next.of);
+}
+
+void forget_comparisons() {
+  Comparisons& from = under_way();
+  const Hold lock(from.lock);
+  from.all.clear();
+  comparisons = 0;
 }
 
 }  // namespace memmgr::pager

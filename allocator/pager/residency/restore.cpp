@@ -112,7 +112,7 @@ void bring_back(Cell* c) {
       }
     }
     if (!bytes) bytes = copy_back(c, &absence);
-    check_sum(c, bytes.get());
+    check_restored(c, bytes.get());
   } catch (...) {
     end_move(c, true);
     throw;

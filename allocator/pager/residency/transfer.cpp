@@ -61,7 +61,7 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
 void end_read(Read r, int result, uint64_t waited_ns = 0) {
   if (result < 0) note_tier_error(-result);
   const mm_stream filled_on = r.cell->pool->home(r.bytes.get());
-  const bool good = result >= 0 && sum_agrees(r.cell, r.bytes.get());
+  const bool good = result >= 0 && restored_sum_agrees(r.cell, r.bytes.get());
   bool last;
   {
     Trash trash;
