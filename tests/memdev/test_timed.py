@@ -34,6 +34,13 @@ def test_a_planned_step_calls_the_driver_only_so_often(seen: Any, name: str) -> 
     assert step["pageable bytes"] == seen[name]["errors"] == 0
 
 
+def test_a_step_takes_the_time_that_its_plan_predicts(seen: Any) -> None:
+    """The steps that were measured moved pages in most ops. The device's time for an op is without that."""
+    step, free = seen["gpt"]["limited"], seen["gpt"]["free"]
+    assert step["predicted"] > 1.1
+    assert step["step"] == pytest.approx(step["predicted"] * free["step"], rel=0.1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_holds_with_the_bits_of_plain_training(seen: Any, name: str) -> None:
     """Work runs when its virtual time has come, so the result of work that is not waited for is missing."""

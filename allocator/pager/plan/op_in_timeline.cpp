@@ -9,6 +9,7 @@
 #include "plan/access_order.h"
 #include "plan/follow.h"
 #include "plan/loops.h"
+#include "pools/stream_rules.h"
 #include "recipes/op_signature.h"
 #include "recipes/recipe.h"
 
@@ -78,7 +79,7 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
   if (follow) follow_before(at);
 }
 
-void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer) {
+void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, OpTimer* timer) {
   if (position_ < 0) {
     if (n == 0) return;
     begins(info, Frame(), false);  // the op has run: actions that are due wait for the next op
@@ -107,7 +108,7 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
     bytes += made[i]->nbytes;
   }
   note.seconds = static_cast<float>(seconds);
-  timer.tell(&note, p.noted.points);
+  if (timer) timer->tell(&note, p.noted.points);
   note.scratch = scratch > bytes ? scratch - bytes : 0;
   p.last_end = ticks();
   ended_ = true;
@@ -117,6 +118,9 @@ void Moment::left() {
   if (!ended_) return;
   follow_after(static_cast<uint32_t>(position_));
   read_in_order();
+  if (C10_LIKELY(!queues)) return;
+  const Hold lock(graph_lock());  // the host does this work while the device runs the op
+  period_locked().last_end = ticks();
 }
 
 void turn_period() {

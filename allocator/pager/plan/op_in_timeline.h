@@ -14,7 +14,7 @@ class Moment {
   // Called before the op's cells are pinned. Begins the plan's actions that are due before the op.
   void begins(OpInfo* info, const Frame& frame, bool follow = true);
   // Called after the op ran. The caller still holds the op's outputs.
-  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer = {});
+  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, OpTimer* timer = nullptr);
   // Called when the op's pins have ended. Begins the plan's actions that are due after the op.
   void left();
 

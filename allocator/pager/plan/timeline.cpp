@@ -10,6 +10,7 @@
 #include "base/module_of_op.h"
 #include "cells/cell.h"
 #include "pools/pool.h"
+#include "pools/scratch.h"
 
 namespace memmgr::pager {
 
@@ -59,12 +60,6 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
 // microseconds (an H100's host: 0.9 each).
 constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
 uint32_t timed_periods = 0;  // under the graph's lock
-
-uint64_t waits_of_device() {
-  mm_device_stats s{};
-  mm_device_stats_get(budget.pool->queue(), &s);
-  return s.waits;
-}
 
 void time_ops_locked(Period& p, bool noted) {
   mm_device* device = noted && budget.pool ? budget.pool->queue() : nullptr;
@@ -136,49 +131,101 @@ void OpTimer::begin() {
     points_ = period_locked().noted.points;
   }
   if (!points_) return;  // the period has ended in between
-  waits_ = waits_of_device();
   begins_ = mm_points_add(points_.get(), budget.pool->stream());
+  taking().points = points_.get();
 }
 
 void OpTimer::end_timed() {
+  Taking& here = taking();
+  here.points = nullptr;
+  searches_ = std::exchange(here.searches, {});
   ends_ = mm_points_add(points_.get(), budget.pool->stream());
-  waits_ = waits_of_device() - waits_;
 }
 
-void OpTimer::tell(OpNote* note, const std::shared_ptr<mm_points>& points) const {
+OpTimer::~OpTimer() {
+  if (C10_UNLIKELY(points_ != nullptr) && ends_ < 0) end_timed();  // the op has failed
+}
+
+void OpTimer::tell(OpNote* note, const std::shared_ptr<mm_points>& points) {
   if (C10_LIKELY(!points_) || points_ != points) return;
   note->begins = begins_;
   note->ends = ends_;
-  note->waited = waits_ > 0;
+  note->searches = std::move(searches_);
 }
+
+namespace {
+
+// The least times of the ops that are alike: their cells have the same sizes. Negative: not known.
+struct LeastTimes {
+  float device = -1, host = -1;
+
+  static void lower(float* least, float took) {
+    if (took >= 0) *least = *least < 0 ? took : std::min(*least, took);
+  }
+};
+
+uint64_t alike(const Timeline& t, size_t op) {
+  const size_t end = op + 1 < t.ops.size() ? t.ops[op + 1].first_touch : t.touches.size();
+  uint64_t key = mixed(0, reinterpret_cast<uintptr_t>(t.ops[op].info));
+  for (size_t k = t.ops[op].first_touch; k < end; ++k) key = mixed(key, t.sizes[t.touches[k].ordinal]);
+  return key;
+}
+
+constexpr float kIdleSeconds = 2e-6F;      // between two ops: less is the device's own pace
+constexpr float kLeastSeconds = 2e-6F;     // of a kernel
+constexpr float kMostLaunching = 100e-6F;  // the host has waited for the device in an op that takes longer
+
+}  // namespace
 
 void take_device_times(Timeline* t) {
   const std::shared_ptr<mm_points> points = std::move(t->points);
   if (!points) return;
-  struct Least {
-    float clean = -1, waited = -1;
-  };
-  Lock& lock = lock_of(LockId::kDeviceTimes);
-  static auto* known = new std::unordered_map<uint64_t, Least>;
+  static auto* known = new std::unordered_map<uint64_t, LeastTimes>;
   constexpr size_t kMostKnown = 1 << 16;
-  const Hold hold(lock);
+  const Hold hold(lock_of(LockId::kDeviceTimes));
   if (known->size() > kMostKnown) known->clear();
+  struct Times {
+    float device, host, gap;
+    bool waits;  // the host does, for the device
+  };
+  std::vector<Times> times(t->ops.size());
+  double device = 0, host = 0;
   int last = -1;
   for (size_t i = 0; i < t->ops.size(); ++i) {
     OpNote& op = t->ops[i];
-    if (op.begins < 0 || op.ends < 0) continue;
-    const size_t end = i + 1 < t->ops.size() ? t->ops[i + 1].first_touch : t->touches.size();
-    uint64_t key = mixed(0, reinterpret_cast<uintptr_t>(op.info));
-    for (size_t k = op.first_touch; k < end; ++k) key = mixed(key, t->sizes[t->touches[k].ordinal]);
-    Least& like = (*known)[key];
-    const auto took = static_cast<float>(mm_points_between(points.get(), op.begins, op.ends));
-    float& least = op.waited ? like.waited : like.clean;
-    if (took >= 0) least = least < 0 ? took : std::min(least, took);
-    if (like.clean >= 0 || like.waited >= 0) op.seconds = like.clean >= 0 ? like.clean : like.waited;
-    // The host may be far ahead of the device, which is then not idle between two ops.
-    const double gap = last < 0 ? -1 : mm_points_between(points.get(), last, op.begins);
-    if (gap >= 0) op.before = std::min(op.before, static_cast<float>(gap));
-    last = op.ends;
+    Times& of = times[i] = {op.seconds, op.seconds, op.before, false};
+    if (op.begins >= 0 && op.ends >= 0) {
+      auto took = static_cast<float>(mm_points_between(points.get(), op.begins, op.ends));
+      for (const auto& [from, to] : op.searches)
+        took -= std::max(0.0F, static_cast<float>(mm_points_between(points.get(), from, to)));
+      const double gap = last < 0 ? -1 : mm_points_between(points.get(), last, op.begins);
+      last = op.ends;
+      if (gap >= 0) of.gap = std::min(of.gap, static_cast<float>(gap));
+      of.waits = op.seconds > std::max(took, 0.0F) + kMostLaunching;
+      // A device that was idle had nothing to do until the host had launched the op's first kernel.
+      if (took > kLeastSeconds && gap > kIdleSeconds && !of.waits) took = std::max(took - op.seconds, kLeastSeconds);
+      LeastTimes& least = (*known)[alike(*t, i)];
+      LeastTimes::lower(&least.device, took);
+      LeastTimes::lower(&least.host, std::min(op.seconds, std::max(took, 0.0F) + kMostLaunching));
+      if (least.device >= 0) of.device = least.device;
+      of.host = least.host;
+    }
+    device += of.device;
+    host += of.host + op.before;
+  }
+  // The slower of both sets the pace. The host is ahead of a slower device, which is then idle only where the host has
+  // waited for it.
+  bool waited = false;
+  for (size_t i = 0; i < t->ops.size(); ++i) {
+    OpNote& op = t->ops[i];
+    const Times& of = times[i];
+    if (device >= host) {
+      op.seconds = of.device;
+      op.before = waited ? of.gap : 0;
+    } else {
+      op.seconds = std::max(of.device, of.host);
+    }
+    waited = of.waits;
   }
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/constants.h"
@@ -33,9 +34,9 @@ struct OpNote {
   uint64_t scratch = 0;  // bytes beyond its outputs
   uint64_t other = 0;    // resident bytes that belong to no cell
   uint32_t module = 0;   // the number that Python gave to the module; 0: not known
-  // On a device, in a timed period: the points around the op's kernels. `waited`: its stream had to wait between them.
+  // On a device, in a timed period: the points around the op's kernels, and around its searches for memory.
   int begins = -1, ends = -1;
-  bool waited = false;
+  std::vector<std::pair<int, int>> searches;
 };
 
 // True: the period that is noted takes the device's time for each op.
@@ -44,19 +45,23 @@ extern std::atomic<bool> times_ops;
 // Times one op on the device. Without `begin` it does nothing.
 class OpTimer {
  public:
+  OpTimer() = default;
+  OpTimer(const OpTimer&) = delete;
+  OpTimer& operator=(const OpTimer&) = delete;
+  ~OpTimer();
   void begin();
   void end() {
     if (C10_UNLIKELY(points_ != nullptr)) end_timed();
   }
-  // Writes the points to the note if the period is the one that they were taken in.
-  void tell(OpNote* note, const std::shared_ptr<mm_points>& points) const;
+  // Moves the points to the note if the period is the one that they were taken in.
+  void tell(OpNote* note, const std::shared_ptr<mm_points>& points);
 
  private:
   void end_timed();
 
   std::shared_ptr<mm_points> points_;
   int begins_ = -1, ends_ = -1;
-  uint64_t waits_ = 0;  // waits of the device's streams until the op began; after the end, those during the op
+  std::vector<std::pair<int, int>> searches_;
 };
 
 struct Timeline {
@@ -87,9 +92,9 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal);
 // of a loop that equalled the turn before it. Null: the cell has ended, or there is no such period.
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
 
-// Replaces the host's times by the device's where the period was timed and they are known. Waits for the device. An op
-// whose stream had to wait gets the least time that a like op has taken so far. Known limitation: ops are alike if
-// their cells have the same sizes, whichever shapes the tensors have.
+// Replaces the host's times by the device's where the period was timed and the device is the slower of both. Waits for
+// the device. An op gets the least time that a like op has taken so far, and the idle time before its first kernel is
+// not its own. Known limitation: ops are alike if their cells have the same sizes, whichever shapes the tensors have.
 void take_device_times(Timeline* t);
 
 constexpr size_t kMostOps = 200000;  // a longer sequence is no period

@@ -14,6 +14,7 @@
 
 #include "base/budget.h"
 #include "base/checksum.h"
+#include "base/wait.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
@@ -64,7 +65,13 @@ class DevicePool final : public Pool {
     return block ? at::DataPtr(block, block, deleter(), device) : at::DataPtr();
   }
   void* take(uint64_t nbytes, mm_stream on) {
-    void* block = mm_device_alloc(memory_, nbytes, on, taking().side);
+    Taking& here = taking();
+    mm_points* const points = nbytes >= budget.options.small_bytes ? here.points : nullptr;
+    const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
+    Wait searching;
+    void* block = mm_device_alloc(memory_, nbytes, on, here.side);
+    searching.end();
+    if (C10_UNLIKELY(points != nullptr)) here.searches.emplace_back(begun, mm_points_add(points, on));
     if (!block) return nullptr;
     note_scratch_taken(nbytes);
     note_small_request(nbytes);
