@@ -129,7 +129,8 @@ Arena::~Arena() {
   for (const Shared& shared : shared_) {
     StreamMask touched = 0;
     StreamTimes times;
-    shared.frames->EndGivingUp(shared.frames->BeginGivingUp(shared.frames->idle(), &touched, &times), true);
+    shared.frames->EndGivingUp(
+        shared.frames->BeginGivingUp(shared.frames->idle(), SharedFrames::kNoSite, &touched, &times), true);
   }
   pages_.release(pages_.user, base_, range_bytes_);
 }
@@ -155,9 +156,9 @@ uint64_t Arena::GiveBackNow(uint64_t pages) {
 
 // The pages have no owner while the streams are waited for without the lock: frees never wait, and work of a
 // stream that is waited for may itself end in a free.
-// `but`: the request is for one of these frames, and
-// no other one of them is given up.
-uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, const SharedFrames* but) {
+// Frames of places that have gone go first, and those of the period that runs last. `room`: the request is for this
+// site, which keeps its frames.
+uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, SiteRoom missing) {
   if (!waits()) return GiveBackNow(pages);
   hold->unlock();
   std::lock_guard room(room_lock_);
@@ -167,14 +168,21 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, const SharedFrames* 
   StreamMask touched = 0;
   StreamTimes times;
   std::vector<std::pair<SharedFrames*, SharedFrames::Leaving>> leaving;
-  for (const bool retired : {true, false}) {
-    for (const Shared& shared : shared_) {
-      uint64_t found = away_pages();
-      for (const auto& [frames, those] : leaving) found += those.frames.size();
-      if (found >= pages || (shared.of == nullptr) != retired || shared.frames.get() == but) continue;
-      leaving.emplace_back(shared.frames.get(), shared.frames->BeginGivingUp(pages - found, &touched, &times));
-    }
-  }
+  const uint64_t away_bytes = away_pages() * pages_.page_bytes;
+  const uint64_t bytes = missing.bytes > 0 ? missing.bytes : pages * pages_.page_bytes;
+  uint64_t left = bytes - std::min(bytes, away_bytes);
+  const auto let_go_of = [&](const Shared& shared, size_t but) {
+    if (left == 0) return;
+    const uint64_t frames = (left + pages_.frame_bytes - 1) / pages_.frame_bytes;
+    leaving.emplace_back(shared.frames.get(), shared.frames->BeginGivingUp(frames, but, &touched, &times));
+    left -= std::min(left, leaving.back().second.frames.size() * pages_.frame_bytes);
+  };
+  const auto is_followed = [&](const Shared& shared) { return shared.frames.get() == following_; };
+  for (const bool retired : {true, false})
+    for (const Shared& shared : shared_)
+      if ((shared.of == nullptr) == retired && !is_followed(shared)) let_go_of(shared, SharedFrames::kNoSite);
+  for (const Shared& shared : shared_)
+    if (is_followed(shared)) let_go_of(shared, missing.bytes > 0 ? missing.site : SharedFrames::kNoSite);
   for (Block* list : {large, small}) {
     for (Block* piece = list; piece != nullptr; piece = piece->left) {
       if (piece->touched == 0) continue;
@@ -201,15 +209,16 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, const SharedFrames* 
   come_back(&large_, large, base_);
   come_back(&small_, small, base_ + large_.bytes());
   hold->lock();
-  for (const auto& [frames, those] : leaving) given += frames->EndGivingUp(those, settled);
-  return given;
+  uint64_t frames_given = 0;
+  for (const auto& [frames, those] : leaving) frames_given += frames->EndGivingUp(those, settled);
+  return given + PagesFor(frames_given * pages_.frame_bytes);
 }
 
 // I2: pages that have to be given back before `extra_pages` are committed.
 uint64_t Arena::ExcessPages(uint64_t extra_pages) const {
-  const uint64_t bytes = (committed_pages() + extra_pages) * pages_.page_bytes + stats_.outside_bytes;
-  if (bytes <= budget() || (spare_pages() == 0 && away_pages() == 0 && IdleFrames() == 0)) return 0;
-  return (bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes;
+  const uint64_t bytes = committed_bytes() + extra_pages * pages_.page_bytes + stats_.outside_bytes;
+  if (bytes <= budget() || (spare_pages() == 0 && away_pages() == 0 && IdleFrameBytes() == 0)) return 0;
+  return PagesFor(bytes - budget());
 }
 
 // After every change that concerns the budget, where no wait is allowed.
@@ -330,7 +339,7 @@ void Arena::Follow(Places* places) {
   if (places_ == nullptr) return;
   for (const Shared& shared : shared_)
     if (shared.of == places) following_ = shared.frames.get();
-  if (!places->Begin(pages_.page_bytes)) return;
+  if (!places->Begin(pages_.frame_bytes)) return;
   hold.unlock();
   Places::Computed computed = places->Compute();
   hold.lock();
@@ -363,7 +372,7 @@ void Arena::Retire(const Places* places) {
 // nullptr: there are no sites, or not as many addresses.
 SharedFrames* Arena::Share(const Places* places, Layout layout) {
   uint64_t bytes = 0;
-  for (const auto& frames : layout.sites) bytes += frames.size() * pages_.page_bytes;
+  for (const auto& frames : layout.sites) bytes += frames.size() * pages_.frame_bytes;
   uint64_t at = large_.bytes() + small_.bytes();
   for (const Shared& shared : shared_) at = std::max(at, shared.frames->end());
   if (bytes == 0 || at + bytes > range_bytes_) return nullptr;
@@ -380,15 +389,14 @@ void* Arena::TrySite(Request* request) {
   const size_t site = places_->SiteOf(request->bytes);
   if (site == Places::kNone || !following_->IsFree(site)) return nullptr;
   if (const uint64_t missing = following_->Missing(site); missing > 0) {
-    const uint64_t bytes = (committed_pages() + missing) * pages_.page_bytes + stats_.outside_bytes;
-    const uint64_t excess = bytes > budget() ? (bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes : 0;
-    if (excess > spare_pages() + away_pages() + IdleFrames(following_)) {
-      places_->Lacked();
-      return nullptr;
-    }
+    const uint64_t bytes = committed_bytes() + missing * pages_.frame_bytes + stats_.outside_bytes;
+    const uint64_t excess = bytes - std::min(bytes, budget());
+    const uint64_t others = (spare_pages() + away_pages()) * pages_.page_bytes + IdleFrameBytes(following_);
+    if (excess > others) places_->Lacked(excess - others);
+    if (excess > others + following_->IdleBut(site) * pages_.frame_bytes) return nullptr;
     if (excess > 0) {
-      request->room = excess;
-      request->for_site = true;
+      request->room = PagesFor(excess);
+      request->site_room = {site, excess};
       return nullptr;
     }
   }
@@ -428,9 +436,9 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
     ChooseChunk();
   const Moving moving(pages_, excess > 0 ? large_.chunk_bytes() : 0);
   if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
-    const uint64_t committed = committed_pages();
+    const uint64_t committed = committed_bytes();
     GiveBackNow(excess);
-    stats_.remapped_bytes += (committed - committed_pages()) * pages_.page_bytes;
+    stats_.remapped_bytes += committed - committed_bytes();
     if (waits()) request->room = excess;
   }
   if (request->room > 0) {
@@ -468,7 +476,7 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   CountSmall(request->bytes, 1);
   stats_.requested_bytes += request->requested_bytes;
   ++stats_.allocations;
-  stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_pages() * pages_.page_bytes);
+  stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_bytes());
   ResidentChanged();
   const uint64_t offset = block->offset + (heap == &small_ ? large_.bytes() : 0);
   if (places_ != nullptr && heap != &small_) places_->Taken(offset, request->bytes, heap == nullptr);
@@ -533,13 +541,13 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
   bool helped = true;
   for (int round = 0;; ++round) {
     request->room = 0;
-    request->for_site = false;
+    request->site_room = {0, 0};
     void* p = Try(request);
     if (p != nullptr || request->room == 0) {
       if (round > 0) LetGo();
       return p;
     }
-    if (request->for_site && !helped) {
+    if (request->site_room.bytes > 0 && !helped) {
       request->no_site = helped = true;
       continue;
     }
@@ -549,7 +557,7 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
       return nullptr;
     }
     // Even after "nothing": another thread may have given back the pages that this needs.
-    const uint64_t given = GiveBackSettled(hold, request->room, request->for_site ? following_ : nullptr);
+    const uint64_t given = GiveBackSettled(hold, request->room, request->site_room);
     if (waits()) stats_.remapped_bytes += given * pages_.page_bytes;
     helped = given > 0;
   }
@@ -693,7 +701,7 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
   Hold hold(lock_);
   if (forked()) return 0;
   const uint64_t keep_pages = keep_bytes / pages_.page_bytes;
-  const uint64_t spare = spare_pages() + IdleFrames();
+  const uint64_t spare = spare_pages() + PagesFor(IdleFrameBytes());
   const uint64_t given = spare > keep_pages ? GiveBackSettled(&hold, spare - keep_pages) : 0;
   LetGo();
   Verify("trim");
@@ -911,11 +919,11 @@ void Arena::Stats(mm_arena_stats* out) {
   std::lock_guard hold(lock_);
   *out = stats_;
   out->budget_bytes = budget();
-  out->committed_bytes = committed_pages() * pages_.page_bytes;
+  out->committed_bytes = committed_bytes();
   out->live_blocks = large_.live_blocks() + small_.live_blocks();
   for (const Shared& shared : shared_) out->live_blocks += shared.frames->live_blocks();
   out->small_blocks = small_.live_blocks();
-  out->free_bytes = large_.free_bytes() + small_.free_bytes() + IdleFrames() * pages_.page_bytes;
+  out->free_bytes = large_.free_bytes() + small_.free_bytes() + IdleFrameBytes();
   if (forked()) return;
   out->largest_free_bytes = std::max(large_.LargestFreeBytes(), small_.LargestFreeBytes());
   out->placeable_bytes = Placeable();
@@ -927,7 +935,7 @@ void Arena::ResetPeak() {
   stats_.live_peak_bytes = 0;
   stats_.resident_peak_bytes = 0;
   stats_.unmanaged_peak_bytes = 0;
-  stats_.committed_peak_bytes = committed_pages() * pages_.page_bytes;
+  stats_.committed_peak_bytes = committed_bytes();
   ResidentChanged();
 }
 
@@ -1012,7 +1020,7 @@ std::string Arena::CheckLocked() const {
   if (stats_.allocations - stats_.frees != large_.live_blocks() + small_.live_blocks() + shared_blocks)
     return "blocks are miscounted";
   if (resident() != held_bytes_ + stats_.outside_bytes) return "resident is not held + outside";
-  const uint64_t committed = committed_pages() * pages_.page_bytes;
+  const uint64_t committed = committed_bytes();
   if (pages_.give_back == GiveBack::kAtOnce && spare_pages() > 0 && committed + stats_.outside_bytes > budget())
     return "spare pages are kept over the budget";
   return "";

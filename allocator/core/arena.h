@@ -144,6 +144,11 @@ class Arena final : private ForkAware {
   Arena(const PageOps& pages, char* base, const Areas& areas, uint64_t budget_bytes);
   using Hold = std::unique_lock<Lock>;
 
+  // Bytes that are missing for the frames of a site; 0: none are.
+  struct SiteRoom {
+    size_t site;
+    uint64_t bytes;
+  };
   // A request on its way through Alloc.
   struct Request {
     uint64_t requested_bytes;
@@ -153,7 +158,7 @@ class Arena final : private ForkAware {
     bool remap;     // addresses beyond the limit are allowed
     uint64_t room;  // pages that have to be given back first: then another try is worth it
     StreamOrder* order;
-    bool for_site = false;  // `room` is for the frames of its site
+    SiteRoom site_room;  // `room` is for the frames of its site
     bool no_site = false;
   };
   uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }
@@ -170,16 +175,18 @@ class Arena final : private ForkAware {
   uint64_t Limit() const;
   uint64_t Placeable() const { return Limit() - std::min(Limit(), large_held_bytes_); }
   uint64_t away_pages() const { return large_.away_pages() + small_.away_pages(); }
-  uint64_t committed_pages() const {
-    uint64_t pages = large_.committed_pages() + small_.committed_pages();
-    for (const Shared& shared : shared_) pages += shared.frames->backed();
-    return pages;
+  uint64_t committed_bytes() const {
+    uint64_t bytes = (large_.committed_pages() + small_.committed_pages()) * pages_.page_bytes;
+    for (const Shared& shared : shared_) bytes += shared.frames->backed() * pages_.frame_bytes;
+    return bytes;
   }
-  uint64_t IdleFrames(const SharedFrames* but = nullptr) const {
+  uint64_t IdleFrameBytes(const SharedFrames* but = nullptr) const {
     uint64_t idle = 0;
     for (const Shared& shared : shared_) idle += shared.frames.get() != but ? shared.frames->idle() : 0;
-    return idle;
+    return idle * pages_.frame_bytes;
   }
+  // Whole pages that hold so many bytes.
+  uint64_t PagesFor(uint64_t bytes) const { return (bytes + pages_.page_bytes - 1) / pages_.page_bytes; }
   SharedFrames* SharedAt(uint64_t offset) const {
     for (const Shared& shared : shared_)
       if (shared.frames->offset() <= offset && offset < shared.frames->end()) return shared.frames.get();
@@ -204,7 +211,7 @@ class Arena final : private ForkAware {
   void* Episode(Hold* hold, Request* request);
   void BeginEpisode(const Request& request);
   uint64_t GiveBackNow(uint64_t pages);
-  uint64_t GiveBackSettled(Hold* hold, uint64_t pages, const SharedFrames* but = nullptr);
+  uint64_t GiveBackSettled(Hold* hold, uint64_t pages, SiteRoom missing = {0, 0});
   uint64_t ExcessPages(uint64_t extra_pages) const;
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);

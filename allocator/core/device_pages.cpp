@@ -14,6 +14,8 @@ namespace {
 
 constexpr size_t kPlainPageBytes = size_t{1} << 16;
 constexpr size_t kUsualPage = size_t{2} << 20;
+// Sites are mapped once, so their frames may be small: as little as possible of a site's last one is lost.
+constexpr size_t kFramesPerPage = 8;
 constexpr size_t kMostPage = size_t{64} << 20;
 constexpr uint64_t kManyBytes = uint64_t{256} << 20;
 
@@ -30,11 +32,12 @@ CUmemAccessDesc AccessOf(int ordinal) {
   return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 }
 
-// One 4,096th of the device's memory, so that the ends of some hundred runs of blocks are small in comparison, and no
-// less than the driver's least. MEMMGR_CUDA_PAGE (bytes) overrides it.
+// A page is a 16,384th of the device's memory, so that the ends of some hundred runs of blocks are small in comparison,
+// and no less than the driver's least. Smaller pages are moved more often before a period has sites, and larger ones
+// leave more of the memory between long-lived blocks unused. MEMMGR_CUDA_PAGE (bytes) overrides it.
 size_t PageBytes(size_t granularity, size_t total_bytes) {
   const char* asked = getenv("MEMMGR_CUDA_PAGE");
-  const size_t usual = total_bytes / 4096 > kUsualPage ? total_bytes / 4096 : granularity;
+  const size_t usual = total_bytes / 16384 > kUsualPage ? total_bytes / 16384 : granularity;
   const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : usual;
   return std::clamp(std::bit_floor(std::max<size_t>(wanted, 1)), granularity, std::max(granularity, kMostPage));
 }
@@ -75,6 +78,7 @@ CUresult DevicePages::UseMapped() {
       driver_.DeviceGetAttribute(&integrated, CU_DEVICE_ATTRIBUTE_INTEGRATED, device) == CUDA_SUCCESS)
     integrated_ = integrated != 0;
   ops_.page_bytes = PageBytes(granularity, total_bytes);
+  ops_.frame_bytes = std::max(ops_.page_bytes / kFramesPerPage, granularity);
   ops_.give_back = GiveBack::kAfterSettle;
   ops_.reserve = [](void* user, size_t bytes) { return Of(user)->Reserve(bytes); };
   ops_.commit = [](void* user, void* at, size_t bytes) { return Of(user)->Commit(Address(at), bytes); };
@@ -87,12 +91,12 @@ CUresult DevicePages::UseMapped() {
   ops_.take_frame = [](void* user) { return Of(user)->TakeFrame(); };
   ops_.give_frame = [](void* user, uint64_t frame) {
     std::lock_guard hold(Of(user)->lock_);
-    Of(user)->kept_.push_back(frame);
+    Of(user)->kept_frames_.push_back(frame);
   };
-  ops_.map_frames = [](void* user, void* at, const uint64_t* frames, size_t pages) {
-    return Of(user)->MapFrames(Address(at), frames, pages);
+  ops_.map_frames = [](void* user, void* at, const uint64_t* frames, size_t count) {
+    return Of(user)->MapFrames(Address(at), frames, count);
   };
-  ops_.unmap_frames = [](void* user, void* at, size_t pages) { return Of(user)->UnmapFrames(Address(at), pages); };
+  ops_.unmap_frames = [](void* user, void* at, size_t count) { return Of(user)->UnmapFrames(Address(at), count); };
   return CUDA_SUCCESS;
 }
 
@@ -127,6 +131,7 @@ void* DevicePages::Reserve(size_t bytes) {
   auto mapped = std::make_unique<PageMap>(bytes / ops_.page_bytes);
   handles_.assign(bytes / ops_.page_bytes, 0);
   kept_.reserve(handles_.size());  // to give back must not throw
+  kept_frames_.reserve(handles_.size() * (ops_.page_bytes / ops_.frame_bytes));
   if (context.error() != CUDA_SUCCESS || driver_.MemAddressReserve(&base_, bytes, 0, 0, 0) != CUDA_SUCCESS) {
     errno = ENOMEM;
     return nullptr;
@@ -152,21 +157,31 @@ int DevicePages::Allow(int peer_ordinal) {
     if (error != CUDA_SUCCESS) return error;
     page = end;
   }
+  for (const auto& [at, bytes] : sites_) {
+    const CUresult error = Noted(driver_.MemSetAccess(at, bytes, &peer, 1));
+    if (error != CUDA_SUCCESS) return error;
+  }
   access_.push_back(peer);
   return CUDA_SUCCESS;
 }
 
-// 0 with the driver's error.
-CUmemGenericAllocationHandle DevicePages::TakeHandle(CUresult* error) {
+// Returns 0 with the driver's error. Kept memory is used again: that of the other size is given back first, so that
+// the sum of both does not grow.
+CUmemGenericAllocationHandle DevicePages::TakeHandle(Kept* kept, Kept* other, size_t bytes, CUresult* error) {
   CUmemGenericAllocationHandle handle = 0;
   *error = CUDA_SUCCESS;
-  if (!kept_.empty()) {
-    handle = kept_.back();
-    kept_.pop_back();
+  if (!kept->empty()) {
+    handle = kept->back();
+    kept->pop_back();
     return handle;
   }
+  const size_t others = std::max<size_t>(bytes / ops_.frame_bytes, 1);
+  for (size_t i = 0; i < others && !other->empty(); ++i) {
+    Noted(driver_.MemRelease(other->back()));
+    other->pop_back();
+  }
   const CUmemAllocationProp properties = Properties(ordinal_);
-  *error = driver_.MemCreate(&handle, ops_.page_bytes, &properties, 0);
+  *error = driver_.MemCreate(&handle, bytes, &properties, 0);
   return *error == CUDA_SUCCESS ? handle : 0;
 }
 
@@ -177,45 +192,50 @@ uint64_t DevicePages::TakeFrame() {
   const RelaxedCapture relaxed(driver_);
   const Timed timed(&counts_.map_nanoseconds);
   CUresult error;
-  const CUmemGenericAllocationHandle handle = TakeHandle(&error);
+  const CUmemGenericAllocationHandle handle = TakeHandle(&kept_frames_, &kept_, ops_.frame_bytes, &error);
   Noted(error);
   return handle;
 }
 
-int DevicePages::MapFrames(CUdeviceptr at, const uint64_t* frames, size_t pages) {
+int DevicePages::MapFrames(CUdeviceptr at, const uint64_t* frames, size_t count) {
   std::lock_guard hold(lock_);
   const EnsureContext context(driver_, ordinal_);
   if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
   const RelaxedCapture relaxed(driver_);
   const Timed timed(&counts_.map_nanoseconds);
+  const size_t bytes = ops_.frame_bytes;
   CUresult error = CUDA_SUCCESS;
   size_t mapped = 0;
-  for (; mapped < pages && error == CUDA_SUCCESS; ++mapped)
-    error = driver_.MemMap(at + mapped * ops_.page_bytes, ops_.page_bytes, 0, frames[mapped], 0);
+  for (; mapped < count && error == CUDA_SUCCESS; ++mapped)
+    error = driver_.MemMap(at + mapped * bytes, bytes, 0, frames[mapped], 0);
   if (error != CUDA_SUCCESS) --mapped;
   counts_.maps += mapped;
-  if (error == CUDA_SUCCESS) error = driver_.MemSetAccess(at, pages * ops_.page_bytes, access_.data(), access_.size());
-  if (error == CUDA_SUCCESS) return 0;
+  if (error == CUDA_SUCCESS) error = driver_.MemSetAccess(at, count * bytes, access_.data(), access_.size());
+  if (error == CUDA_SUCCESS) {
+    sites_[at] = count * bytes;
+    return 0;
+  }
   Noted(error);
-  if (mapped > 0 && Noted(driver_.MemUnmap(at, mapped * ops_.page_bytes)) == CUDA_SUCCESS) counts_.unmaps += mapped;
+  if (mapped > 0 && Noted(driver_.MemUnmap(at, mapped * bytes)) == CUDA_SUCCESS) counts_.unmaps += mapped;
   return DriverErrno(error);
 }
 
-int DevicePages::UnmapFrames(CUdeviceptr at, size_t pages) {
+int DevicePages::UnmapFrames(CUdeviceptr at, size_t count) {
   std::lock_guard hold(lock_);
   const EnsureContext context(driver_, ordinal_);
   if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
   const RelaxedCapture relaxed(driver_);
   const Timed timed(&counts_.unmap_nanoseconds);
-  const CUresult error = Noted(driver_.MemUnmap(at, pages * ops_.page_bytes));
+  const CUresult error = Noted(driver_.MemUnmap(at, count * ops_.frame_bytes));
   if (error != CUDA_SUCCESS) return DriverErrno(error);
-  counts_.unmaps += pages;
+  sites_.erase(at);
+  counts_.unmaps += count;
   return 0;
 }
 
 CUresult DevicePages::MapPage(uint64_t page) {
   CUresult error;
-  const CUmemGenericAllocationHandle handle = TakeHandle(&error);
+  const CUmemGenericAllocationHandle handle = TakeHandle(&kept_, &kept_frames_, ops_.page_bytes, &error);
   if (error != CUDA_SUCCESS) return error;
   error = driver_.MemMap(At(page), ops_.page_bytes, 0, handle, 0);
   if (error == CUDA_SUCCESS) {
@@ -229,13 +249,19 @@ CUresult DevicePages::MapPage(uint64_t page) {
 
 void DevicePages::LetGo() {
   std::lock_guard hold(lock_);
-  if (kept_.empty()) return;
+  if (kept_.empty() && kept_frames_.empty()) return;
   const EnsureContext context(driver_, ordinal_);
   if (context.error() != CUDA_SUCCESS) return;
   const RelaxedCapture relaxed(driver_);
   const Timed timed(&counts_.unmap_nanoseconds);
-  for (const CUmemGenericAllocationHandle handle : kept_) Noted(driver_.MemRelease(handle));
-  kept_.clear();
+  EndKept();
+}
+
+void DevicePages::EndKept() {
+  for (Kept* kept : {&kept_, &kept_frames_}) {
+    for (const CUmemGenericAllocationHandle handle : *kept) Noted(driver_.MemRelease(handle));
+    kept->clear();
+  }
 }
 
 // A page costs tens of microseconds: a request far above the free memory is not tried page by page. A close one may
@@ -309,8 +335,7 @@ void DevicePages::Release(CUdeviceptr base, size_t bytes) {
     const uint64_t refused = UnmapPages(page, end);
     page = refused < end ? refused + 1 : end;
   }
-  for (const CUmemGenericAllocationHandle handle : kept_) Noted(driver_.MemRelease(handle));
-  kept_.clear();
+  EndKept();
   Noted(driver_.MemAddressFree(base, bytes));
 }
 

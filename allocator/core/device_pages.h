@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -68,11 +69,13 @@ class DevicePages {
   int Decommit(CUdeviceptr at, size_t bytes);
   void Release(CUdeviceptr base, size_t bytes);
   CUresult MapPage(uint64_t page);
-  CUmemGenericAllocationHandle TakeHandle(CUresult* error);
+  using Kept = std::vector<CUmemGenericAllocationHandle>;
+  CUmemGenericAllocationHandle TakeHandle(Kept* kept, Kept* other, size_t bytes, CUresult* error);
   uint64_t TakeFrame();
-  int MapFrames(CUdeviceptr at, const uint64_t* frames, size_t pages);
-  int UnmapFrames(CUdeviceptr at, size_t pages);
+  int MapFrames(CUdeviceptr at, const uint64_t* frames, size_t count);
+  int UnmapFrames(CUdeviceptr at, size_t count);
   void LetGo();
+  void EndKept();
   bool HasRoom(uint64_t pages) const;
   uint64_t UnmapPages(uint64_t first, uint64_t end);
   CUdeviceptr At(uint64_t page) const { return base_ + page * ops_.page_bytes; }
@@ -93,7 +96,9 @@ class DevicePages {
   Lock lock_;  // below that of the arena, which is not held when pages are given back
   std::unique_ptr<PageMap> mapped_;
   std::vector<CUmemGenericAllocationHandle> handles_;  // by page
-  std::vector<CUmemGenericAllocationHandle> kept_;     // of pages that were unmapped and are not mapped again yet
+  Kept kept_;                                          // of pages that were unmapped and are not mapped again yet
+  Kept kept_frames_;                                   // frames that are mapped nowhere
+  std::map<CUdeviceptr, size_t> sites_;                // where frames are mapped, in bytes
   uint64_t pages_ = 0;                                 // of the whole range
   std::vector<CUmemAccessDesc> access_;  // devices that may use the pages: the device itself, then its peers
 };

@@ -41,13 +41,14 @@ struct PageOps {
   // that spares giving them to the system and having them cleared. Under the arena's lock. nullptr: there is no such
   // way.
   void (*moving)(void* user, size_t chunk_bytes);
-  // Memory for one page that can be mapped at several addresses at a time (shared_frames.h). nullptr: there is no such
-  // way. take: 0 if there is none; give: it is mapped nowhere, and may be kept as decommit's is; map and unmap: so many
-  // pages, 0 or -errno, with all or nothing done.
+  // Frames: memory that can be mapped at several addresses at a time (shared_frames.h). nullptr: there is no such way.
+  // take: 0 if there is none; give: it is mapped nowhere, and may be kept as decommit's is; map and unmap: so many
+  // frames, 0 or -errno, with all or nothing done.
+  size_t frame_bytes;  // a power of two, no more than page_bytes
   uint64_t (*take_frame)(void* user);
   void (*give_frame)(void* user, uint64_t frame);
-  int (*map_frames)(void* user, void* at, const uint64_t* frames, size_t pages);
-  int (*unmap_frames)(void* user, void* at, size_t pages);
+  int (*map_frames)(void* user, void* at, const uint64_t* frames, size_t count);
+  int (*unmap_frames)(void* user, void* at, size_t count);
 };
 
 inline constexpr size_t kMostChunk = size_t{1} << 20;  // a reservation begins at a multiple of this

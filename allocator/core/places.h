@@ -18,6 +18,7 @@
 // Not thread-safe: the arena's lock guards it, and Compute is called by the thread that begins a period.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -71,7 +72,8 @@ class Places {
   size_t SiteOf(uint64_t bytes) const;
   // A block was handed out. `sited`: at its site.
   void Taken(uint64_t offset, uint64_t bytes, bool sited);
-  void Lacked() { lacked_ = true; }  // there was no memory for a site
+  // So many bytes were missing for the memory of a site.
+  void Lacked(uint64_t bytes) { lacked_ = std::max(lacked_, bytes); }
   void Freed(uint64_t offset) { Note({position_, offset, 0}); }
 
   const mm_places_stats& stats() const { return stats_; }
@@ -94,9 +96,9 @@ class Places {
   uint64_t page_bytes_ = 0;
   uint64_t asked_ = 0;      // bytes of this period's requests of a page or more
   uint64_t displaced_ = 0;  // of these, bytes that are at no site
-  bool lacked_ = false;
-  int misses_ = 0;         // periods in a row that missed their sites
-  std::vector<Row> rows_;  // by position
+  uint64_t lacked_ = 0;     // the most bytes that were missing at a time
+  int misses_ = 0;          // periods in a row that missed their sites
+  std::vector<Row> rows_;   // by position
   mm_places_stats stats_{};
 };
 

@@ -12,8 +12,11 @@ SharedFrames::SharedFrames(const PageOps& pages, TouchedSets* sets, char* base, 
   sites_.resize(layout.sites.size());
   for (size_t i = 0; i < sites_.size(); ++i) {
     sites_[i].frames = std::move(layout.sites[i]);
+    sites_[i].mapped.resize(sites_[i].frames.size());
+    sites_[i].unmapped = sites_[i].frames.size();
+    for (const uint32_t frame : sites_[i].frames) frames_[frame].sites.push_back(static_cast<uint32_t>(i));
     sites_[i].block.offset = end_;
-    end_ += PagesBytes(sites_[i]);
+    end_ += BytesOf(sites_[i]);
   }
 }
 
@@ -29,9 +32,36 @@ uint64_t SharedFrames::Missing(size_t site) const {
       std::count_if(frames.begin(), frames.end(), [&](uint32_t frame) { return frames_[frame].memory == 0; }));
 }
 
+uint64_t SharedFrames::IdleBut(size_t site) const {
+  const std::vector<uint32_t>& frames = sites_[site].frames;
+  return idle() - static_cast<uint64_t>(std::count_if(frames.begin(), frames.end(), [&](uint32_t frame) {
+           return frames_[frame].memory != 0 && !frames_[frame].busy;
+         }));
+}
+
+template <typename Are, typename Change>
+bool SharedFrames::ForEachRun(const Site& site, const Are& are, const Change& change) {
+  for (size_t first = 0; first < site.frames.size();) {
+    size_t end = first;
+    while (end < site.frames.size() && are(end)) ++end;
+    if (end > first && !change(base_ + site.block.offset + first * pages_.frame_bytes, first, end - first))
+      return false;
+    first = end + 1;
+  }
+  return true;
+}
+
+void SharedFrames::SetMapped(Site* site, size_t first, size_t count, bool mapped) {
+  for (size_t i = first; i < first + count; ++i) {
+    site->mapped[i] = mapped;
+    frames_[site->frames[i]].mapped += mapped ? 1 : -1;
+  }
+  site->unmapped += mapped ? -count : count;
+}
+
 bool SharedFrames::Back(size_t site) {
   Site& s = sites_[site];
-  if (s.mapped) return true;
+  if (s.unmapped == 0) return true;
   std::vector<uint64_t> memory;
   for (const uint32_t frame : s.frames) {
     uint64_t& handle = frames_[frame].memory;
@@ -42,8 +72,13 @@ bool SharedFrames::Back(size_t site) {
     }
     memory.push_back(handle);
   }
-  s.mapped = pages_.map_frames(pages_.user, base_ + s.block.offset, memory.data(), memory.size()) == 0;
-  return s.mapped;
+  return ForEachRun(
+      s, [&](size_t i) { return !s.mapped[i]; },
+      [&](char* at, size_t first, size_t count) {
+        if (pages_.map_frames(pages_.user, at, memory.data() + first, count) != 0) return false;
+        SetMapped(&s, first, count, true);
+        return true;
+      });
 }
 
 void SharedFrames::Raise(TouchedId* touched, StreamTimes* times, TouchedId by, const StreamTimes& at) {
@@ -102,47 +137,52 @@ Block* SharedFrames::FindLive(uint64_t offset) {
 }
 
 // A site's last block keeps the streams that touched its addresses; its other frames may be busy under other ones.
-SharedFrames::Leaving SharedFrames::BeginGivingUp(uint64_t frames, StreamMask* touched, StreamTimes* times) {
+SharedFrames::Leaving SharedFrames::BeginGivingUp(uint64_t frames, size_t but, StreamMask* touched,
+                                                  StreamTimes* times) {
   Leaving leaving;
-  std::vector<bool> chosen(frames_.size());
-  for (uint32_t i = static_cast<uint32_t>(frames_.size()); i-- > 0 && leaving.frames.size() < frames;) {
-    if (frames_[i].memory == 0 || frames_[i].busy) continue;
-    leaving.frames.push_back(i);
-    chosen[i] = frames_[i].busy = true;
-    ++busy_;
+  std::vector<uint32_t>& chosen = leaving.frames;
+  for (uint32_t i = static_cast<uint32_t>(frames_.size()); i-- > 0;) {
+    const Frame& frame = frames_[i];
+    if (frame.memory == 0 || frame.busy || std::count(frame.sites.begin(), frame.sites.end(), but) > 0) continue;
+    chosen.push_back(i);
   }
-  for (uint32_t i = 0; i < sites_.size(); ++i) {
-    Site& site = sites_[i];
-    if (!site.mapped || site.leaving) continue;
-    if (std::none_of(site.frames.begin(), site.frames.end(), [&](uint32_t frame) { return chosen[frame]; })) continue;
-    site.leaving = true;
-    leaving.sites.push_back(i);
-    if (site.block.touched == 0) continue;
-    *touched |= Order<"site.touched">([&] { return sets_->Mask(site.block.touched); });
-    times->Raise(site.block.times);
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [&](uint32_t a, uint32_t b) { return frames_[a].mapped < frames_[b].mapped; });
+  if (chosen.size() > frames) chosen.resize(frames);
+  busy_ += chosen.size();
+  for (const uint32_t i : chosen) {
+    frames_[i].busy = frames_[i].leaving = true;
+    for (const uint32_t number : frames_[i].sites) {
+      Site& site = sites_[number];
+      if (site.leaving || site.unmapped == site.frames.size()) continue;
+      site.leaving = true;
+      leaving.sites.push_back(number);
+      if (site.block.touched == 0) continue;
+      *touched |= Order<"site.touched">([&] { return sets_->Mask(site.block.touched); });
+      times->Raise(site.block.times);
+    }
   }
   return leaving;
 }
 
 uint64_t SharedFrames::EndGivingUp(const Leaving& leaving, bool settled) {
-  bool gone = settled;
-  for (const uint32_t i : leaving.sites) {
-    Site& site = sites_[i];
+  for (const uint32_t number : leaving.sites) {
+    Site& site = sites_[number];
     site.leaving = false;
     if (!settled) continue;
-    if (pages_.unmap_frames(pages_.user, base_ + site.block.offset, site.frames.size()) != 0) {
-      gone = false;  // it stays mapped, and its frames keep their memory
-      continue;
-    }
-    site.mapped = false;
-    site.block.touched = 0;
+    ForEachRun(
+        site, [&](size_t i) { return site.mapped[i] && frames_[site.frames[i]].leaving; },
+        [&](char* at, size_t first, size_t count) {
+          if (pages_.unmap_frames(pages_.user, at, count) == 0) SetMapped(&site, first, count, false);
+          return true;  // a frame that stays mapped keeps its memory
+        });
   }
   uint64_t given = 0;
   for (const uint32_t i : leaving.frames) {
     Frame& frame = frames_[i];
-    frame.busy = false;
+    frame.busy = frame.leaving = false;
     --busy_;
-    if (!gone) continue;
+    if (!settled || frame.mapped > 0) continue;
     pages_.give_frame(pages_.user, std::exchange(frame.memory, 0));
     frame.touched = 0;
     --backed_;
@@ -152,20 +192,23 @@ uint64_t SharedFrames::EndGivingUp(const Leaving& leaving, bool settled) {
 }
 
 std::string SharedFrames::Check() const {
-  std::vector<int> users(frames_.size());
+  std::vector<uint32_t> users(frames_.size()), addresses(frames_.size());
   uint64_t live = 0, backed = 0, busy = 0;
   for (const Site& site : sites_) {
     const std::string at = " at offset " + std::to_string(site.block.offset);
-    if (site.block.live && (!site.mapped || site.leaving)) return "a live block's site is not mapped" + at;
+    if (site.block.live && site.unmapped > 0) return "a live block's site is not mapped" + at;
     live += site.block.live ? 1 : 0;
-    for (const uint32_t frame : site.frames) {
-      if (site.block.live) ++users[frame];
-      if (site.mapped && frames_[frame].memory == 0) return "a mapped site has a frame without memory" + at;
+    for (size_t i = 0; i < site.frames.size(); ++i) {
+      if (site.block.live) ++users[site.frames[i]];
+      if (!site.mapped[i]) continue;
+      if (frames_[site.frames[i]].memory == 0) return "a mapped site has a frame without memory" + at;
+      ++addresses[site.frames[i]];
     }
   }
   for (size_t i = 0; i < frames_.size(); ++i) {
     if (users[i] > 1) return "two live blocks have a frame in common";
     if (users[i] == 1 && !frames_[i].busy) return "a live block's frame is not busy";
+    if (addresses[i] != frames_[i].mapped) return "a frame's addresses are miscounted";
     backed += frames_[i].memory != 0 ? 1 : 0;
     busy += frames_[i].busy ? 1 : 0;
   }

@@ -1,9 +1,9 @@
 // Shared frames: the memory under the sites of a period (places.h).
 //
 // Words:
-//   frame   a page of memory, by the handle of its owner; it is mapped at the addresses of each site that has it
-//   site    a range of addresses of whole pages. Mapped at its first use; its block is live or there is none
-//   busy    of a frame: a live block has it, or its memory is being given up
+//   frame   a piece of memory, by the handle of its owner, and no longer than a page; it is mapped at the addresses of
+//   each site that has it site    a range of addresses of whole frames. Mapped at its first use; its block is live or
+//   there is none busy    of a frame: a live block has it, or its memory is being given up
 // Stream order goes with the frame: its next block waits for the streams that touched it under any of its addresses.
 // CUDA promises that a kernel's writes through one address are seen through another one once the kernel has ended, and
 // these waits are for its end.
@@ -45,18 +45,21 @@ class SharedFrames {
   // The live block at this offset; nullptr: there is none.
   Block* FindLive(uint64_t offset);
 
-  // The memory of up to so many frames that are not busy, to be given up: they are busy until EndGivingUp. `touched`
-  // and `times`: the work that has to end first.
+  // The memory of up to so many frames that are not busy and not of the site `but`, to be given up: they are busy until
+  // EndGivingUp. Those that are mapped at the fewest addresses go first. `touched` and `times`: the work that has to
+  // end before.
+  static constexpr size_t kNoSite = ~size_t{0};
   struct Leaving {
     std::vector<uint32_t> frames;
     std::vector<uint32_t> sites;
   };
-  Leaving BeginGivingUp(uint64_t frames, StreamMask* touched, StreamTimes* times);
+  Leaving BeginGivingUp(uint64_t frames, size_t but, StreamMask* touched, StreamTimes* times);
   // Returns the frames whose memory is gone. `settled`: the streams were waited for; else all stays as it was.
   uint64_t EndGivingUp(const Leaving& leaving, bool settled);
 
   uint64_t backed() const { return backed_; }  // frames with memory
   uint64_t idle() const { return backed_ - busy_; }
+  uint64_t IdleBut(size_t site) const;  // that are not of the site
   uint64_t live_blocks() const { return live_blocks_; }
   // Visits all sets of streams. `in_use`: of a live block.
   template <typename Visitor>
@@ -76,18 +79,27 @@ class SharedFrames {
   struct Frame {
     uint64_t memory = 0;  // 0: none
     bool busy = false;
+    bool leaving = false;
     TouchedId touched = 0;
     StreamTimes times;
+    std::vector<uint32_t> sites;  // that have it
+    uint32_t mapped = 0;          // at how many addresses it is
   };
   struct Site {
     Block block;  // after its end it keeps the streams that touched the site
     std::vector<uint32_t> frames;
-    bool mapped = false;
+    std::vector<bool> mapped;  // by frame
+    uint64_t unmapped = 0;     // how many are not
     bool leaving = false;
   };
   Site* SiteAt(uint64_t offset);
   void Raise(TouchedId* touched, StreamTimes* times, TouchedId by, const StreamTimes& at);
-  uint64_t PagesBytes(const Site& site) const { return site.frames.size() * pages_.page_bytes; }
+  uint64_t BytesOf(const Site& site) const { return site.frames.size() * pages_.frame_bytes; }
+  // Calls `change(address, first frame, count)` for each longest run of frames of the site that `are` true of; stops at
+  // an error. False: there was one.
+  template <typename Are, typename Change>
+  bool ForEachRun(const Site& site, const Are& are, const Change& change);
+  void SetMapped(Site* site, size_t first, size_t count, bool mapped);
 
   const PageOps& pages_;
   TouchedSets* const sets_;

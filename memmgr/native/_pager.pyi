@@ -18,8 +18,9 @@ class PeriodInfo(TypedDict):
     """A period that ended.
 
     `hash`: of its ops. `before`: of the ops of the period before it, 0 if that was not recorded. `ran_short`: its plan
-    left malloc to choose victims. `left_plan`: the hash of the plan that it left before its end, 0 for none. `left_at`:
-    the first op that differs, from 0; the number of its ops if it ended first.
+    left malloc to choose victims, or `lacked_bytes` of its blocks' places had no memory. `left_plan`: the hash of the
+    plan that it left before its end, 0 for none. `left_at`: the first op that differs, from 0; the number of its ops if
+    it ended first.
     """
 
     hash: int
@@ -27,6 +28,7 @@ class PeriodInfo(TypedDict):
     ops: int
     followed: bool
     ran_short: bool
+    lacked_bytes: int
     left_plan: int
     left_at: int
     trials: int

@@ -45,6 +45,7 @@ MARGIN = 0.01
 PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # assumed cost of a plan before it is made
 QUICK_OPS = 500  # a longer period's first plan is one of a short search, which the full one replaces
 BETTER = 1.02  # by so much, as predicted
+WORSE = 1.25  # a plan that takes longer by more, to leave memory for places, costs more than the pages that are moved
 FREE_PLANS = 8  # plans that are made without a check of their cost
 PLANNING_SHARE = 0.25  # share of one processor, over the run's time, that later plans may take
 
@@ -74,6 +75,7 @@ class _Known:
     cycle: bool = False  # its plan is one of a cycle
     tries: int = 0
     margin: int = 0  # tries for no reason that was seen
+    lacked_bytes: int = 0  # missing for the places of blocks, which fill their last page in part
     short: int = 0  # periods in a row that followed the plan and ran short
     without: int = 0  # periods that came back since nothing fitted
     made: Made | None = None
@@ -225,9 +227,9 @@ class Plans:
             known.period, known.trials, known.repeats = self.noted(repeats=repeats), trials, repeats
             known.searched = False
             # an earlier failure, or a plan that ran short, was of another plan
-            known.tries = known.margin = known.short = 0
+            known.tries = known.margin = known.short = known.lacked_bytes = 0
         elif ended["followed"] and self._runs_short(known, ended["ran_short"]):
-            self._make_room(known)
+            self._make_room(known, ended["lacked_bytes"])
         else:
             return None
         return known
@@ -244,17 +246,24 @@ class Plans:
         known.short = known.short + 1 if short else 0
         return known.short >= SHORT_IN_A_ROW and known.tries < MOST_TRIES
 
-    def _make_room(self, known: _Known) -> None:
-        """Adds room for memory that its ops needed this time and not when they were measured; if there is none, the
-        margin. A cell that was two-valued then and is not now needs all of its bytes.
+    def _make_room(self, known: _Known, lacked_bytes: int) -> None:
+        """Adds room for memory that was missing for places, or that its ops needed this time and not when they were
+        measured; if there is none, the margin. A cell that was two-valued then and is not now needs all of its bytes.
         """
         known.tries += 1
         known.short = 0
+        if lacked_bytes:
+            known.lacked_bytes += max(lacked_bytes, int(MARGIN * self.limit_bytes))
+            return
         now = self.noted(repeats=known.repeats).with_scratch_of(known.period)
         if now.scratch_bytes > known.period.scratch_bytes or now.two_valued < known.period.two_valued:
             known.period = now
         else:
             known.margin += 1
+
+    @staticmethod
+    def _gives_too_much(known: _Known, made: Made) -> bool:
+        return bool(known.lacked_bytes and known.made and made.overhead > WORSE * known.made.overhead)
 
     def _may_plan(self) -> bool:
         """Nothing is being planned, and planning has not taken too much of the run."""
@@ -317,12 +326,14 @@ class Plans:
         begun = time.perf_counter()
         made: Made | None = None
         try:
-            limits = tuple(budgets(self.limit_bytes, known.margin))
+            limits = tuple(budgets(self.limit_bytes - known.lacked_bytes, known.margin))
             job = Job(known.period, limits, self._planner, self._policy.recomputes, quick)
             long = not quick and known.period.ops >= QUICK_OPS
             made, cpu_seconds = self._executor.run(make, job, behind=long)
             if made is not None and than is not None and than.overhead <= BETTER * made.overhead:
                 made = None
+            elif made is not None and self._gives_too_much(known, made):
+                made, known.tries = None, MOST_TRIES
             elif made is not None:
                 known.made, known.cycle = made, known.repeats
                 self._pager.add_plan(hashes=known.period.hashes, **made.rows)

@@ -30,7 +30,8 @@ class DeviceStats(c.Structure):
 
 class PlacesStats(c.Structure):
     _fields_ = [
-        (name, c.c_uint64) for name in "rows frames computations asked_bytes displaced_bytes lacking_periods".split()
+        (name, c.c_uint64)
+        for name in "rows frames computations asked_bytes displaced_bytes lacking_periods lacking_bytes".split()
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import os
 import random
 import subprocess
 import sys
@@ -76,12 +77,15 @@ def device_core(fake_driver_path: Path) -> c.CDLL:
 
 
 @pytest.fixture
-def open_periods(device_core: c.CDLL, driver: FakeDriver) -> Iterator[Callable[..., Periods]]:
+def open_periods(
+    device_core: c.CDLL, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Periods]]:
     """Periods on a device of small pages; at the end everything is given back."""
-    driver.set_granularity(PAGE)
+    monkeypatch.setenv("MEMMGR_CUDA_PAGE", str(PAGE))
     opened: list[Periods] = []
 
-    def make(**options: Any) -> Periods:
+    def make(frames_per_page: int = 1, **options: Any) -> Periods:
+        driver.set_granularity(PAGE // frames_per_page)
         opened.append(Periods(Device(device_core, driver, **options), driver.stream()))
         return opened[-1]
 
@@ -97,8 +101,11 @@ def maps(driver: FakeDriver) -> int:
     return driver.call_count(b"cuMemMap") + driver.call_count(b"cuMemUnmap")
 
 
-def test_no_page_moves_in_a_period_with_places(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
-    periods = open_periods(budget=PEAK)
+@pytest.mark.parametrize("frames_per_page", [1, 8])
+def test_no_page_moves_in_a_period_with_places(
+    open_periods: Callable[..., Periods], driver: FakeDriver, frames_per_page: int
+) -> None:
+    periods = open_periods(frames_per_page, budget=PEAK)
     periods.device.on_reclaim(lambda *_: pytest.fail("all blocks have their bytes"))
     counts, bytes_used = [], []
     for period in range(12):
@@ -111,9 +118,37 @@ def test_no_page_moves_in_a_period_with_places(open_periods: Callable[..., Perio
     found = periods.stats
     assert (found.computations, found.displaced_bytes) == (1, 0)
     assert found.rows == sum(act[2] > 0 for act in LONG)
-    assert found.frames * PAGE == PEAK  # not one more than live at a time
+    assert found.frames * PAGE == PEAK * frames_per_page  # not one more than live at a time
     assert max(bytes_used) <= PEAK
     assert driver.call_count(b"cuStreamSynchronize") == 0 or counts[11] == counts[9]
+
+
+def test_frames_that_are_smaller_than_pages_waste_less(
+    open_periods: Callable[..., Periods], driver: FakeDriver
+) -> None:
+    """Each block has one byte in its last page."""
+    acts = [(position, name, size + (1 if size else 0)) for position, name, size in LONG]
+    alive = 11  # blocks that live at the highest moment
+    lacking = []
+    for frames_per_page in (1, 8):
+        periods = open_periods(frames_per_page, budget=PEAK + alive * PAGE // 8 + PAGE)
+        for _ in range(6):
+            periods.run(acts)
+        lacking.append(periods.stats.lacking_periods > 1)
+    assert lacking == [True, False]
+
+
+def test_memory_that_sites_give_up_is_of_few_pages(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
+    """A block without a site takes the memory of idle frames. The other frames of their sites stay mapped."""
+    periods = open_periods(budget=PEAK)
+    for period in range(8):
+        before = maps(driver)
+        late = [act for act in LONG if act[0] > 12]
+        new = [(12, "new", 2 * PAGE + 512 * period), *late, (30, "new", 0)]
+        periods.run([act for act in LONG if act[0] <= 12] + (new if period > 3 else late))
+        assert driver.outstanding(b"bytes") <= PEAK
+        if period > 4:
+            assert 0 < maps(driver) - before < periods.stats.frames / 8
 
 
 def test_a_period_with_places_asks_nobody_to_leave_for_contiguity(open_periods: Callable[..., Periods]) -> None:
@@ -208,7 +243,8 @@ class Program:
     def __init__(self, core: c.CDLL, driver: FakeDriver, seed: int, mode: int) -> None:
         self.dice = random.Random(seed)
         driver.reset(seed, mode)
-        driver.set_granularity(PAGE)
+        os.environ["MEMMGR_CUDA_PAGE"] = str(PAGE)
+        driver.set_granularity(PAGE >> self.dice.choice([0, 2]))  # four frames in a page
         driver.use_device(0)
         self.driver, self.core = driver, core
         self.device = Device(core, driver, budget=4 * MIB)
@@ -276,8 +312,9 @@ class Program:
 
 @pytest.mark.parametrize("mode", [PROMPT, RANDOM, LATE, THREADED])
 def test_memory_that_sites_share_is_handed_on_in_stream_order(
-    device_core: c.CDLL, loaded_driver: FakeDriver, mode: int
+    device_core: c.CDLL, loaded_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
+    monkeypatch.setenv("MEMMGR_CUDA_PAGE", str(PAGE))  # put back at the end
     sited = 0
     for seed in range(40):
         program = Program(device_core, loaded_driver, seed, mode)

@@ -81,12 +81,12 @@ class Run:
         self.plans = plans.Plans(self.pager, LIMIT, policy=parse_policy(policy), planned=True, offload=offload)
         self.before = 0
 
-    def ends(self, key: int, *, followed: bool = False, short: bool = False, trials: int = 0) -> bool:
+    def ends(self, key: int, *, followed: bool = False, short: bool = False, lacked: int = 0, trials: int = 0) -> bool:
         """A period ends; whether it gets a plan."""
         made = len(self.asked)
         info: Any = {
             "hash": key, "before": self.before, "ops": 3, "followed": followed, "ran_short": short, "trials": trials,
-            "left_plan": 0, "left_at": 0,
+            "left_plan": 0, "left_at": 0, "lacked_bytes": lacked,
         }  # fmt: skip
         self.before = key
         self.plans.period_ended(info)
@@ -154,6 +154,17 @@ def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.Mo
     assert run.of[-1].unmanaged_peak == run.of[-2].unmanaged_peak
     tried = sum(run.ends(2, followed=True, short=True) for _ in range(20))
     assert tried == plans.MOST_TRIES - 2
+
+
+def test_memory_that_was_missing_for_places_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    for key in (1, 2, 2):
+        run.ends(key)
+    margin = int(plans.MARGIN * LIMIT)
+    for lacked, more in ((3 * margin, 3 * margin), (1, margin)):
+        before = run.asked[-1]
+        assert [run.ends(2, followed=True, short=True, lacked=lacked) for _ in range(2)] == [False, True]
+        assert before - run.asked[-1] in (more, more - 1, int(more * (1 - plans.MARGIN))), "the margin is as it was"
 
 
 def test_what_has_more_than_two_values_after_all_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

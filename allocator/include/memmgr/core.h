@@ -119,6 +119,7 @@ typedef struct {
   uint64_t asked_bytes;      // by requests of a page or more in the last whole period
   uint64_t displaced_bytes;  // of these, that are at no site
   uint64_t lacking_periods;  // in a row, in which the budget had no memory for a site
+  uint64_t lacking_bytes;    // the most that were missing at a time in the last period
 } mm_places_stats;
 mm_places* mm_places_make(void);
 void mm_places_end(mm_arena*, mm_places*);  // of the arena that has followed them

@@ -176,10 +176,11 @@ bool go_again_locked(Follower& f) {
 }
 
 // Blocks fill the last page of their site in part, so a plan with room for all bytes may not have room for all pages.
-bool lacks_memory_locked(const Follower& f) {
+// Returns the bytes that were missing.
+uint64_t lacked_bytes_locked(const Follower& f) {
   mm_places_stats s{};
   if (f.places) mm_places_stats_get(f.places.get(), &s);
-  return s.lacking_periods > 1;
+  return s.lacking_periods > 1 ? s.lacking_bytes : 0;
 }
 
 // Evicts the cells that have departed. Blocks have places only where each of them ends when the plan says.
@@ -436,7 +437,8 @@ Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t pass
     }
     result.hash = hash;
     result.to_the_end = f.leads && f.leads->hashes.back() == hash;
-    result.ran_short = f.ran_short || lacks_memory_locked(f);
+    result.lacked_bytes = lacked_bytes_locked(f);
+    result.ran_short = f.ran_short || result.lacked_bytes > 0;
     result.left = std::exchange(f.left, LeftPlan());
     if (hash && f.leads && !result.to_the_end) result.left = {f.leads->hashes.back(), ops};
     lead_locked(f, nullptr, 0);

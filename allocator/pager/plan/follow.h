@@ -59,6 +59,7 @@ struct LeftPlan {
 struct Followed {
   bool to_the_end = false;
   bool ran_short = false;
+  uint64_t lacked_bytes = 0;  // missing for the blocks' places
   uint64_t hash = 0;
   LeftPlan left;
 };

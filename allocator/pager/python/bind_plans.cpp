@@ -27,16 +27,16 @@ namespace memmgr::pager {
 struct PeriodInfo {
   uint64_t hash, before, ops;
   bool followed, ran_short;
-  uint64_t left_plan, left_at, trials;
+  uint64_t lacked_bytes, left_plan, left_at, trials;
   bool overflow;
 };
 
 FIELDS(PeriodInfo,
        "A period that ended. `hash`: of its ops. `before`: of the ops of the period before it, 0 if that was not "
-       "recorded. `ran_short`: its plan left malloc to choose victims. `left_plan`: the hash of the plan that it left "
-       "before "
-       "its end, 0 for none. `left_at`: the first op that differs, from 0; the number of its ops if it ended first.",
-       hash, before, ops, followed, ran_short, left_plan, left_at, trials, overflow)
+       "recorded. `ran_short`: its plan left malloc to choose victims, or `lacked_bytes` of its blocks' places had no "
+       "memory. `left_plan`: the hash of the plan that it left before its end, 0 for none. `left_at`: the first op "
+       "that differs, from 0; the number of its ops if it ended first.",
+       hash, before, ops, followed, ran_short, lacked_bytes, left_plan, left_at, trials, overflow)
 
 struct TimelineColumns {
   std::vector<std::string> names;
@@ -72,9 +72,11 @@ Timeline& last_timeline() {  // the GIL is held
 PeriodInfo period_ended(Timeline ended, const Followed& followed) {
   last_timeline() = std::move(ended);
   const Timeline& t = last_timeline();
-  return {t.hash(),           t.before,           t.ops.size(),           followed.to_the_end,
-          followed.ran_short, followed.left.plan, followed.left.position, t.trials,
-          t.overflow};
+  return {t.hash(),           t.before,
+          t.ops.size(),       followed.to_the_end,
+          followed.ran_short, followed.lacked_bytes,
+          followed.left.plan, followed.left.position,
+          t.trials,           t.overflow};
 }
 
 PeriodInfo py_next_period(bool noted) {
