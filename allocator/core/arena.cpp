@@ -155,9 +155,8 @@ uint64_t Arena::GiveBackNow(uint64_t pages) {
 }
 
 // The pages have no owner while the streams are waited for without the lock: frees never wait, and work of a
-// stream that is waited for may itself end in a free.
-// Frames of places that have gone go first, and those of the period that runs last. `room`: the request is for this
-// site, which keeps its frames.
+// stream that is waited for may itself end in a free. Frames of places that have gone go first, and those of the period
+// that runs last. `missing`: for a site, which keeps its frames.
 uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, SiteRoom missing) {
   if (!waits()) return GiveBackNow(pages);
   hold->unlock();
@@ -181,6 +180,10 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, SiteRoom missing) {
   for (const bool retired : {true, false})
     for (const Shared& shared : shared_)
       if ((shared.of == nullptr) == retired && !is_followed(shared)) let_go_of(shared, SharedFrames::kNoSite);
+  if (left > 0 && missing.bytes == 0 && following_ != nullptr) {  // its sites will want them back in each period
+    const uint64_t all = committed_bytes() + following_->Unbacked() * pages_.frame_bytes + left + stats_.outside_bytes;
+    places_->Lacked(all - std::min(all, budget()), true);
+  }
   for (const Shared& shared : shared_)
     if (is_followed(shared)) let_go_of(shared, missing.bytes > 0 ? missing.site : SharedFrames::kNoSite);
   for (Block* list : {large, small}) {
@@ -393,7 +396,12 @@ void* Arena::TrySite(Request* request) {
     const uint64_t excess = bytes - std::min(bytes, budget());
     const uint64_t others = (spare_pages() + away_pages()) * pages_.page_bytes + IdleFrameBytes(following_);
     if (excess > others) places_->Lacked(excess - others);
-    if (excess > others + following_->IdleBut(site) * pages_.frame_bytes) return nullptr;
+    const uint64_t available = others + following_->IdleBut(site) * pages_.frame_bytes;
+    if (excess > available) {  // blocks have to leave: another place would take the memory of its own frames
+      request->need = excess - available;
+      request->lacks_memory = true;
+      return nullptr;
+    }
     if (excess > 0) {
       request->room = PagesFor(excess);
       request->site_room = {site, excess};
@@ -507,7 +515,7 @@ void* Arena::Try(Request* request) {
   if (request->need > 0) return nullptr;
   if (places_ != nullptr && heap == &large_) {
     if (void* p = TrySite(request)) return p;
-    if (request->room > 0) return nullptr;
+    if (request->room > 0 || request->need > 0) return nullptr;
   }
   Block* block = Place(heap, request);
   if (block == nullptr && heap == &small_ && request->room == 0) {
@@ -547,11 +555,11 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
       if (round > 0) LetGo();
       return p;
     }
-    if (request->site_room.bytes > 0 && !helped) {
+    if (request->site_room.bytes > 0 && (!helped || round >= kRoundsForRoom)) {
       request->no_site = helped = true;
       continue;
     }
-    if (!helped || round == kRoundsForRoom) {
+    if (!helped || round >= kRoundsForRoom) {
       request->need = request->room * pages_.page_bytes;
       LetGo();
       return nullptr;
@@ -576,6 +584,11 @@ void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
   void* p = MakeRoomAndTry(&hold, &request);
   if (order != nullptr && order->at_once) return p;
   if (p == nullptr) p = Reclaim(&hold, &request);
+  if (p == nullptr && request.lacks_memory) {
+    request.no_site = true;
+    p = MakeRoomAndTry(&hold, &request);
+    if (p == nullptr) p = Reclaim(&hold, &request);
+  }
   if (p == nullptr) ++stats_.failures;
   return p;
 }

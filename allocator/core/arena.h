@@ -158,7 +158,8 @@ class Arena final : private ForkAware {
     bool remap;     // addresses beyond the limit are allowed
     uint64_t room;  // pages that have to be given back first: then another try is worth it
     StreamOrder* order;
-    SiteRoom site_room;  // `room` is for the frames of its site
+    SiteRoom site_room;         // `room` is for the frames of its site
+    bool lacks_memory = false;  // its site does, and nothing more can be given back for it
     bool no_site = false;
   };
   uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }

@@ -4,8 +4,9 @@
 // The module is loaded at the first use. Where the driver lacks the calls for it, or refuses the module, Ready is false
 // for as long as the device lives: two sums are comparable only if both were taken in the same way.
 //
-// A kernel leaves its result in a word of device memory, which is copied to a page-locked word behind it. The words are
-// allocated once with the module and counted nowhere. A word belongs to one call, or one pending sum, at a time.
+// A kernel leaves its result in a word of device memory, and another one writes that to a page-locked word behind it.
+// The words are allocated once with the module and counted nowhere. A word belongs to one call, or one pending sum, at
+// a time.
 #pragma once
 
 #include <atomic>

@@ -157,7 +157,10 @@ int DevicePages::Allow(int peer_ordinal) {
     if (error != CUDA_SUCCESS) return error;
     page = end;
   }
-  for (const auto& [at, bytes] : sites_) {
+  for (auto frame = at_frames_.begin(); frame != at_frames_.end();) {
+    const CUdeviceptr at = *frame;
+    size_t bytes = 0;
+    for (; frame != at_frames_.end() && *frame == at + bytes; ++frame) bytes += ops_.frame_bytes;
     const CUresult error = Noted(driver_.MemSetAccess(at, bytes, &peer, 1));
     if (error != CUDA_SUCCESS) return error;
   }
@@ -212,7 +215,7 @@ int DevicePages::MapFrames(CUdeviceptr at, const uint64_t* frames, size_t count)
   counts_.maps += mapped;
   if (error == CUDA_SUCCESS) error = driver_.MemSetAccess(at, count * bytes, access_.data(), access_.size());
   if (error == CUDA_SUCCESS) {
-    sites_[at] = count * bytes;
+    for (size_t i = 0; i < count; ++i) at_frames_.insert(at + i * bytes);
     return 0;
   }
   Noted(error);
@@ -228,7 +231,7 @@ int DevicePages::UnmapFrames(CUdeviceptr at, size_t count) {
   const Timed timed(&counts_.unmap_nanoseconds);
   const CUresult error = Noted(driver_.MemUnmap(at, count * ops_.frame_bytes));
   if (error != CUDA_SUCCESS) return DriverErrno(error);
-  sites_.erase(at);
+  for (size_t i = 0; i < count; ++i) at_frames_.erase(at + i * ops_.frame_bytes);
   counts_.unmaps += count;
   return 0;
 }
@@ -270,7 +273,8 @@ bool DevicePages::HasRoom(uint64_t pages) const {
   size_t free_bytes = 0, total_bytes = 0;
   const uint64_t bytes = pages * ops_.page_bytes;
   if (bytes < kManyBytes || integrated_ || driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) return true;
-  return bytes <= free_bytes + kManyBytes;
+  const uint64_t kept = kept_.size() * ops_.page_bytes + kept_frames_.size() * ops_.frame_bytes;
+  return bytes <= free_bytes + kept + kManyBytes;
 }
 
 // The first page that could not be unmapped, or end.

@@ -8,8 +8,8 @@
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "driver.h"
@@ -98,7 +98,7 @@ class DevicePages {
   std::vector<CUmemGenericAllocationHandle> handles_;  // by page
   Kept kept_;                                          // of pages that were unmapped and are not mapped again yet
   Kept kept_frames_;                                   // frames that are mapped nowhere
-  std::map<CUdeviceptr, size_t> sites_;                // where frames are mapped, in bytes
+  std::set<CUdeviceptr> at_frames_;                    // addresses at which frames are mapped
   uint64_t pages_ = 0;                                 // of the whole range
   std::vector<CUmemAccessDesc> access_;  // devices that may use the pages: the device itself, then its peers
 };

@@ -29,7 +29,7 @@ int Points::Add(CUstream stream) {
   std::lock_guard hold(lock_);
   CUevent event = nullptr;
   if (events_.size() >= kMostPoints) return -1;
-  events_.reserve(events_.size() + 1);
+  if (events_.capacity() == 0) events_.reserve(kMostPoints);  // no add throws after its event is made
   if (driver.EventCreate(&event, CU_EVENT_DEFAULT) != CUDA_SUCCESS) return -1;
   if (driver.EventRecord(event, stream) != CUDA_SUCCESS) {
     driver.EventDestroy(event);

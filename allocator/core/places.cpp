@@ -119,6 +119,7 @@ bool Places::Begin(uint64_t page_bytes) {
   asked_ = displaced_ = 0;
   lacked_ = 0;
   for (Row& row : rows_) row.used = false;
+  ++age_;
   return misses_ >= kMissesInARow && last_.whole && older_.whole && stats_.computations < kMostComputations;
 }
 
@@ -184,6 +185,7 @@ void Places::Use(std::vector<Row> rows, uint32_t frames) {
   rows_ = std::move(rows);
   stats_.rows = rows_.size();
   stats_.frames = frames;
+  age_ = 0;
   stats_.computations = rows_.empty() ? kMostComputations : stats_.computations + 1;
   misses_ = 0;
 }

@@ -72,8 +72,11 @@ class Places {
   size_t SiteOf(uint64_t bytes) const;
   // A block was handed out. `sited`: at its site.
   void Taken(uint64_t offset, uint64_t bytes, bool sited);
-  // So many bytes were missing for the memory of a site.
-  void Lacked(uint64_t bytes) { lacked_ = std::max(lacked_, bytes); }
+  // So many bytes were missing for the memory of a site, or, `elsewhere`, of sites and other blocks together: then not
+  // in the periods that map the sites, whose blocks partly have other memory.
+  void Lacked(uint64_t bytes, bool elsewhere = false) {
+    if (!elsewhere || age_ > kMappingPeriods) lacked_ = std::max(lacked_, bytes);
+  }
   void Freed(uint64_t offset) { Note({position_, offset, 0}); }
 
   const mm_places_stats& stats() const { return stats_; }
@@ -97,8 +100,10 @@ class Places {
   uint64_t asked_ = 0;      // bytes of this period's requests of a page or more
   uint64_t displaced_ = 0;  // of these, bytes that are at no site
   uint64_t lacked_ = 0;     // the most bytes that were missing at a time
-  int misses_ = 0;          // periods in a row that missed their sites
-  std::vector<Row> rows_;   // by position
+  static constexpr int kMappingPeriods = 3;
+  int age_ = 0;            // periods since the sites were computed
+  int misses_ = 0;         // periods in a row that missed their sites
+  std::vector<Row> rows_;  // by position
   mm_places_stats stats_{};
 };
 

@@ -1,9 +1,10 @@
 // Shared frames: the memory under the sites of a period (places.h).
 //
 // Words:
-//   frame   a piece of memory, by the handle of its owner, and no longer than a page; it is mapped at the addresses of
-//   each site that has it site    a range of addresses of whole frames. Mapped at its first use; its block is live or
-//   there is none busy    of a frame: a live block has it, or its memory is being given up
+//   frame   a piece of memory, no longer than a page, by the handle of its owner
+//   site    a range of addresses, with a frame for each piece of it. Its block is live or there is none. A frame is
+//           mapped at its place in a site at the site's first use, and goes from there alone
+//   busy    of a frame: a live block has it, or its memory is being given up
 // Stream order goes with the frame: its next block waits for the streams that touched it under any of its addresses.
 // CUDA promises that a kernel's writes through one address are seen through another one once the kernel has ended, and
 // these waits are for its end.
@@ -59,6 +60,7 @@ class SharedFrames {
 
   uint64_t backed() const { return backed_; }  // frames with memory
   uint64_t idle() const { return backed_ - busy_; }
+  uint64_t Unbacked() const { return frames_.size() - backed_; }
   uint64_t IdleBut(size_t site) const;  // that are not of the site
   uint64_t live_blocks() const { return live_blocks_; }
   // Visits all sets of streams. `in_use`: of a live block.

@@ -76,6 +76,7 @@ class _Known:
     tries: int = 0
     margin: int = 0  # tries for no reason that was seen
     lacked_bytes: int = 0  # missing for the places of blocks, which fill their last page in part
+    first_overhead: float = float("inf")  # of the last plan that left nothing free for them
     short: int = 0  # periods in a row that followed the plan and ran short
     without: int = 0  # periods that came back since nothing fitted
     made: Made | None = None
@@ -263,7 +264,7 @@ class Plans:
 
     @staticmethod
     def _gives_too_much(known: _Known, made: Made) -> bool:
-        return bool(known.lacked_bytes and known.made and made.overhead > WORSE * known.made.overhead)
+        return known.lacked_bytes > 0 and made.overhead > WORSE * known.first_overhead
 
     def _may_plan(self) -> bool:
         """Nothing is being planned, and planning has not taken too much of the run."""
@@ -336,10 +337,15 @@ class Plans:
                 made, known.tries = None, MOST_TRIES
             elif made is not None:
                 known.made, known.cycle = made, known.repeats
+                if not known.lacked_bytes:
+                    known.first_overhead = made.overhead
                 self._pager.add_plan(hashes=known.period.hashes, **made.rows)
                 self.made += 1
             elif than is None and not quick:  # one that runs short is better than none
-                known.error = "no schedule fits"
+                if known.lacked_bytes and known.made is not None:
+                    known.tries = MOST_TRIES
+                else:
+                    known.error = "no schedule fits"
         except Stopped:
             return None
         except Failed as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so

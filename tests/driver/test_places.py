@@ -139,9 +139,11 @@ def test_frames_that_are_smaller_than_pages_waste_less(
 
 
 def test_memory_that_sites_give_up_is_of_few_pages(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
-    """A block without a site takes the memory of idle frames. The other frames of their sites stay mapped."""
+    """A block without a site takes the memory of idle frames. The other frames of their sites stay mapped, and a plan is
+    told how much less would spare that."""
     periods = open_periods(budget=PEAK)
-    for period in range(8):
+    lacking = []
+    for period in range(12):
         before = maps(driver)
         late = [act for act in LONG if act[0] > 12]
         new = [(12, "new", 2 * PAGE + 512 * period), *late, (30, "new", 0)]
@@ -149,6 +151,34 @@ def test_memory_that_sites_give_up_is_of_few_pages(open_periods: Callable[..., P
         assert driver.outstanding(b"bytes") <= PEAK
         if period > 4:
             assert 0 < maps(driver) - before < periods.stats.frames / 8
+        lacking.append(periods.stats.lacking_bytes)
+    assert lacking[:6] == [0] * 6, "blocks have other memory while the sites are mapped"
+    assert lacking[-1] == 3 * PAGE  # of which 512 bytes and more are in the last page
+
+
+def test_blocks_leave_for_a_site_that_lacks_memory(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
+    """Another place would take the memory of the site's own frames. If nobody can leave, it is taken all the same."""
+    periods = open_periods(budget=PEAK + PAGE)
+    acts = [(position, name, size + (1 if size else 0)) for position, name, size in LONG]
+    asked: list[int] = []
+    periods.device.on_reclaim(lambda need, *_: asked.append(need) or 0)
+    for _ in range(6):
+        asked.clear()
+        periods.run(acts)
+    assert 0 < max(asked) <= 11 * PAGE  # so many blocks live at the highest moment
+
+
+def test_a_peer_may_use_the_frames_that_are_mapped(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
+    """The driver refuses a range with a piece that is not mapped, and some sites have lost frames."""
+    periods = open_periods(budget=PEAK)
+    for period in range(7):
+        late = [act for act in LONG if act[0] > 12]
+        periods.run(
+            [act for act in LONG if act[0] <= 12] + [(12, "new", 3 * PAGE + 512 * period), *late, (30, "new", 0)]
+        )
+    before = driver.call_count(b"cuMemSetAccess")
+    assert periods.core.mm_device_allow(periods.device.handle, 1) == 0
+    assert driver.call_count(b"cuMemSetAccess") - before > 2
 
 
 def test_a_period_with_places_asks_nobody_to_leave_for_contiguity(open_periods: Callable[..., Periods]) -> None:

@@ -104,8 +104,8 @@ def bits(place: Place, model: str, **spec: Any) -> Act:
 
 def timing(place: Place, model: str, limit: float) -> Act:
     """Steps in half and a quarter of the activations, and the effect of each choice."""
-    steady: dict[str, Any] = {"warm": 6, "settle": 60, "settle_seconds": 7, "steps": 6}
-    fixed: dict[str, Any] = {"warm": 6, "settle": 30, "settle_seconds": 4, "steps": 4}
+    steady: dict[str, Any] = {"warm": 6, "settle": 60, "settle_seconds": 12, "steps": 6}
+    fixed: dict[str, Any] = {"warm": 6, "settle": 60, "settle_seconds": 8, "steps": 4}
     trace = str(place.out / f"{model}-trace.json.gz")
     runs: list[dict[str, Any]] = [
         {"name": "none", "warm": 3, "steps": 8},
@@ -153,7 +153,7 @@ def second(place: Place) -> list[Act]:
         runs = [{"name": method, "method": method, "warm": 3, "steps": 6, "digest": False} for method in methods]
         spec = {"model": model, "plain": True, "runs": runs}
         acts.append(train(place, f"plain {model}", f"plain {model}", 30, spec))
-    fixed = {"warm": 6, "settle": 30, "settle_seconds": 5, "steps": 4}
+    fixed = {"warm": 6, "settle": 60, "settle_seconds": 8, "steps": 4}
     runs = [
         {"name": "unlimited", "measure": True, "warm": 3, "steps": 3, "digest": False},
         {"name": "half auto", "of_activations": 0.5, **fixed},

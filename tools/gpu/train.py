@@ -56,6 +56,9 @@ DEVICE = "memdev" if SIMULATED else SPEC.get("device", "cuda")
 ON_GPU = DEVICE == "cuda"
 TINY = SPEC.get("tiny", False)
 BEGUN = time.perf_counter()
+STEADY = (
+    12  # steps after the last plan: two are noted, two map their sites, and two that lack memory ask for another plan
+)
 clock = time.perf_counter  # of steps; virtual in a simulation
 simulation: Any = None
 
@@ -391,7 +394,7 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
     beside_planner: list[float] = []
     warm, most = run.get("warm", 2), run.get("settle", 0)
     plans, since = -1, 0
-    settle_begun = time.perf_counter()
+    settle_begun = clock()
     for taken in range(max(warm, most)):
         planning = mm is not None and plans_now(mm)
         begun = clock()
@@ -407,12 +410,12 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
         stats = mm.stats()
         since = since + 1 if stats["plans"] == plans else 0
         plans = stats["plans"]
-        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 8):
+        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= STEADY):
             break
-        if time.perf_counter() - settle_begun > run.get("settle_seconds", 8):
+        if clock() - settle_begun > run.get("settle_seconds", 8):
             break
     out["warm"] = warm_times[:4] + ["..."] * (len(warm_times) > 8) + warm_times[max(4, len(warm_times) - 4) :]
-    out["warm_steps"], out["settle_seconds"] = len(warm_times), round(time.perf_counter() - settle_begun, 2)
+    out["warm_steps"], out["settle_seconds"] = len(warm_times), round(clock() - settle_begun, 2)
     if beside_planner:
         out["beside_planner"] = {"steps": len(beside_planner), "seconds": round(statistics.median(beside_planner), 5)}
     before = (mm.stats(), native_figures()) if mm is not None else ({}, {})

@@ -13,6 +13,7 @@
 #include "cells/version.h"
 #include "concurrency/deferred_steps.h"
 #include "pools/pool.h"
+#include "residency/checksums.h"
 #include "residency/restore.h"
 
 namespace memmgr::pager {
@@ -24,6 +25,7 @@ void escape(Cell* c, Escape why) {
     if (c->filled_on != kNotFilled) {  // a reader of the address waits for no stream
       c->pool->settle();
       c->filled_on = kNotFilled;
+      end_comparisons_that_are_there();
     }
     settle_late_slices();
     begin_new_version(c);  // a holder of the address may write there at any time

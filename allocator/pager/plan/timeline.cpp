@@ -158,6 +158,7 @@ namespace {
 // The least times of the ops that are alike: their cells have the same sizes. Negative: not known.
 struct LeastTimes {
   float device = -1, host = -1;
+  float after_idle = -1;  // of the device, if it was idle before: less the host's launch, which may be too much
 
   static void lower(float* least, float took) {
     if (took >= 0) *least = *least < 0 ? took : std::min(*least, took);
@@ -179,7 +180,7 @@ constexpr float kMostLaunching = 100e-6F;  // the host has waited for the device
 
 void take_device_times(Timeline* t) {
   const std::shared_ptr<mm_points> points = std::move(t->points);
-  if (!points) return;
+  t->of_device = true;
   static auto* known = new std::unordered_map<uint64_t, LeastTimes>;
   constexpr size_t kMostKnown = 1 << 16;
   const Hold hold(lock_of(LockId::kDeviceTimes));
@@ -194,20 +195,26 @@ void take_device_times(Timeline* t) {
   for (size_t i = 0; i < t->ops.size(); ++i) {
     OpNote& op = t->ops[i];
     Times& of = times[i] = {op.seconds, op.seconds, op.before, false};
-    if (op.begins >= 0 && op.ends >= 0) {
+    LeastTimes& least = (*known)[alike(*t, i)];
+    if (points && op.begins >= 0 && op.ends >= 0) {
       auto took = static_cast<float>(mm_points_between(points.get(), op.begins, op.ends));
       for (const auto& [from, to] : op.searches)
         took -= std::max(0.0F, static_cast<float>(mm_points_between(points.get(), from, to)));
       const double gap = last < 0 ? -1 : mm_points_between(points.get(), last, op.begins);
       last = op.ends;
-      if (gap >= 0) of.gap = std::min(of.gap, static_cast<float>(gap));
+      if (gap >= 0) {  // the program may have waited for the device between two ops
+        op.before = std::min(op.before, static_cast<float>(gap) + kMostLaunching);
+        of.gap = std::min(of.gap, static_cast<float>(gap));
+      }
       of.waits = op.seconds > std::max(took, 0.0F) + kMostLaunching;
       // A device that was idle had nothing to do until the host had launched the op's first kernel.
-      if (took > kLeastSeconds && gap > kIdleSeconds && !of.waits) took = std::max(took - op.seconds, kLeastSeconds);
-      LeastTimes& least = (*known)[alike(*t, i)];
-      LeastTimes::lower(&least.device, took);
+      const bool idle = took > kLeastSeconds && gap > kIdleSeconds && !of.waits;
+      LeastTimes::lower(idle ? &least.after_idle : &least.device,
+                        idle ? std::max(took - op.seconds, kLeastSeconds) : took);
       LeastTimes::lower(&least.host, std::min(op.seconds, std::max(took, 0.0F) + kMostLaunching));
-      if (least.device >= 0) of.device = least.device;
+    }
+    if (least.host >= 0) {
+      of.device = least.device >= 0 ? least.device : std::max(0.0F, least.after_idle);
       of.host = least.host;
     }
     device += of.device;

@@ -77,6 +77,7 @@ struct Timeline {
   uint64_t trials = 0;                                // determinism checks during the period
   uint64_t before = 0;                                // the hash of the period before; 0: it was not noted
   std::shared_ptr<mm_points> points;                  // the device's times; null: the period was not timed
+  bool of_device = false;                             // the times are the device's
   bool overflow = false;
 
   uint64_t hash() const { return hashes.empty() ? 0 : hashes.back(); }
@@ -92,8 +93,8 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal);
 // of a loop that equalled the turn before it. Null: the cell has ended, or there is no such period.
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
 
-// Replaces the host's times by the device's where the period was timed and the device is the slower of both. Waits for
-// the device. An op gets the least time that a like op has taken so far, and the idle time before its first kernel is
+// Replaces the host's times by the device's if the device is the slower of both. Waits for the device if the period was
+// timed. An op gets the least time that a like op has taken so far, and the idle time before its first kernel is
 // not its own. Known limitation: ops are alike if their cells have the same sizes, whichever shapes the tensors have.
 void take_device_times(Timeline* t);
 

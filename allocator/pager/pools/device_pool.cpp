@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -66,11 +67,13 @@ class DevicePool final : public Pool {
   }
   void* take(uint64_t nbytes, mm_stream on) {
     Taking& here = taking();
-    mm_points* const points = nbytes >= budget.options.small_bytes ? here.points : nullptr;
+    const bool large = nbytes >= budget.options.small_bytes;
+    mm_points* const points = large ? here.points : nullptr;
     const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
-    Wait searching;
+    std::optional<Wait> searching;
+    if (large) searching.emplace();
     void* block = mm_device_alloc(memory_, nbytes, on, here.side);
-    searching.end();
+    if (large) searching->end();
     if (C10_UNLIKELY(points != nullptr)) here.searches.emplace_back(begun, mm_points_add(points, on));
     if (!block) return nullptr;
     note_scratch_taken(nbytes);
@@ -129,6 +132,7 @@ class DevicePool final : public Pool {
   }
   // Without kernels the bytes are fetched through pageable memory.
   bool sums_cheaply(uint64_t nbytes) const override { return has_kernels() || nbytes <= kPiece; }
+  bool sums_later() const override { return has_kernels(); }
   void scribble(void* p, uint64_t nbytes) override {
     if (!rule_holds(kScribbled)) return;
     check(mm_device_wait_block(memory_, stream(), p), "waited for");  // a copy of it may be queued

@@ -47,6 +47,7 @@ class Pool {
   // the block may be freed at once. Not `taken`: it cannot be queued, during a capture.
   virtual Checksum begin_sum(const void* p, uint64_t nbytes) { return Checksum(sum(p, nbytes)); }
   virtual bool sums_cheaply(uint64_t /*nbytes*/) const { return true; }
+  virtual bool sums_later() const { return false; }  // begin_sum does not wait
 
   // Opens a tier in page-locked memory of so many bytes; with a folder also in a file there, below the memory.
   virtual mm_tier* open_host_tier(uint64_t, const char*, uint64_t, uint64_t, char*, size_t) { return nullptr; }

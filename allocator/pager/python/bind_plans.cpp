@@ -19,6 +19,7 @@
 #include "plan/loops.h"
 #include "plan/op_in_timeline.h"
 #include "plan/timeline.h"
+#include "pools/stream_rules.h"
 #include "python/bind.h"
 #include "residency/transfer.h"
 
@@ -109,7 +110,7 @@ void py_turn_period() {
 }
 
 TimelineColumns py_timeline() {
-  if (last_timeline().points) {
+  if (last_timeline().points || (queues && !last_timeline().of_device)) {
     // The wait for the device is without the GIL. Another period may end during it, and is then the last one.
     Timeline timed = std::exchange(last_timeline(), Timeline());
     {

@@ -1,5 +1,6 @@
 #include "residency/checksums.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <deque>
 #include <string>
@@ -63,7 +64,7 @@ Comparisons& under_way() {
 // False: the comparison has to be made at once.
 bool begin_comparison(Cell* c, const void* data) {
   Pool* const pool = c->pool;
-  if (!c->checksum.taken() || pool->on_host() || budget.options.verify || budget.forked) return false;
+  if (!c->checksum.taken() || budget.options.verify || budget.forked || !pool->sums_later()) return false;
   // A write on the block's own stream is queued behind the checksum, one on a third stream behind the restore.
   if (pool->stream() != pool->home(data)) return false;
   Comparison begun{{}, pool->begin_sum(data, c->nbytes), restored(c)};
@@ -76,16 +77,24 @@ bool begin_comparison(Cell* c, const void* data) {
   return true;
 }
 
-bool take_first(bool all, Comparison* first) {
+bool take_next(bool all, Comparison* next) {
   Comparisons& from = under_way();
   const Hold lock(from.lock);
-  if (from.all.empty()) return false;
-  const Comparison& next = from.all.front();
-  if (!all && !(next.before.is_there() && next.after.is_there())) return false;
-  *first = std::move(from.all.front());
-  from.all.pop_front();
+  const auto is_there = [&](const Comparison& c) { return all || (c.before.is_there() && c.after.is_there()); };
+  const auto found = std::find_if(from.all.begin(), from.all.end(), is_there);
+  if (found == from.all.end()) return false;
+  *next = std::move(*found);
+  from.all.erase(found);
   comparisons--;
   return true;
+}
+
+// A program that catches the error goes on with wrong bytes: it gets the error again, and the budget's end has it, too.
+void keep_wrong(Comparison wrong) {
+  Comparisons& to = under_way();
+  const Hold lock(to.lock);
+  to.all.push_front(std::move(wrong));
+  comparisons++;
 }
 
 }  // namespace
@@ -108,8 +117,12 @@ void check_restored(Cell* c, const void* data) {
 
 void end_comparisons(bool all) {
   Comparison next;
-  while (take_first(all, &next))
-    if (next.before.value() != next.after.value()) refuse(next.of);
+  while (take_next(all, &next)) {
+    if (next.before.value() == next.after.value()) continue;
+    const Restored of = next.of;
+    keep_wrong(std::move(next));
+    refuse(of);
+  }
 }
 
 void forget_comparisons() {

@@ -56,8 +56,8 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
   note_moved_locked(c, true);
 }
 
-// Ends a read and makes the cell resident. If the read failed or the bytes do not match their checksum the cell stays
-// absent: the next touch reads again and raises the error.
+// Ends a read and makes the cell resident. If the read failed, or the bytes are known not to match their checksum, the
+// cell stays absent: the next touch reads again and raises the error.
 void end_read(Read r, int result, uint64_t waited_ns = 0) {
   if (result < 0) note_tier_error(-result);
   const mm_stream filled_on = r.cell->pool->home(r.bytes.get());
