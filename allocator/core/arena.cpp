@@ -173,8 +173,9 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, SiteRoom missing) {
   const auto let_go_of = [&](const Shared& shared, size_t but) {
     if (left == 0) return;
     const uint64_t frames = (left + pages_.frame_bytes - 1) / pages_.frame_bytes;
-    leaving.emplace_back(shared.frames.get(), shared.frames->BeginGivingUp(frames, but, &touched, &times));
-    left -= std::min(left, leaving.back().second.frames.size() * pages_.frame_bytes);
+    SharedFrames::Leaving those = shared.frames->BeginGivingUp(frames, but, &touched, &times);
+    left -= std::min(left, those.frames.size() * pages_.frame_bytes);
+    if (!those.frames.empty()) leaving.emplace_back(shared.frames.get(), std::move(those));
   };
   const auto is_followed = [&](const Shared& shared) { return shared.frames.get() == following_; };
   for (const bool retired : {true, false})

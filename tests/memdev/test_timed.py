@@ -23,7 +23,7 @@ def seen() -> Any:
     return {name: child.finish(run, 120)[name] for name, run in runs.items()}
 
 
-# Known limitation: the convnet exceeds this budget. Its planned steps drain the device 5 times, and 13.5 times without reads ahead.
+# Known limitation: the convnet exceeds this budget of calls. Its planned steps move 14 pages and drain the device 2.5 times.
 @pytest.mark.parametrize("name", ["gpt"])
 def test_a_planned_step_calls_the_driver_only_so_often(seen: Any, name: str) -> None:
     step, pages = seen[name]["limited"], seen[name]["need"] / seen[name]["page"]
