@@ -7,7 +7,7 @@
 namespace memmgr {
 namespace {
 
-constexpr size_t kMostPoints = 32768;
+constexpr size_t kMostPoints = 65536;
 
 }  // namespace
 
