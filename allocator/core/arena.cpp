@@ -181,10 +181,6 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages, SiteRoom missing) {
   for (const bool retired : {true, false})
     for (const Shared& shared : shared_)
       if ((shared.of == nullptr) == retired && !is_followed(shared)) let_go_of(shared, SharedFrames::kNoSite);
-  if (left > 0 && missing.bytes == 0 && following_ != nullptr) {  // its sites will want them back in each period
-    const uint64_t all = committed_bytes() + following_->Unbacked() * pages_.frame_bytes + left + stats_.outside_bytes;
-    places_->Lacked(all - std::min(all, budget()), true);
-  }
   for (const Shared& shared : shared_)
     if (is_followed(shared)) let_go_of(shared, missing.bytes > 0 ? missing.site : SharedFrames::kNoSite);
   for (Block* list : {large, small}) {
@@ -544,6 +540,15 @@ inline void* Arena::MakeRoomAndTry(Hold* hold, Request* request) {
   return p != nullptr || request->room == 0 || at_once ? p : MakeRoom(hold, request);
 }
 
+// A block that has no site takes memory from frames that their sites will want back in each period. One whose site
+// lacked memory has told so already.
+void Arena::NoteTakenFromSites(const Request& request) {
+  if (following_ == nullptr || request.site_room.bytes > 0 || request.no_site) return;
+  const uint64_t others = (spare_pages() + away_pages()) * pages_.page_bytes + IdleFrameBytes(following_);
+  const uint64_t wanted = request.room * pages_.page_bytes;
+  if (wanted > others) places_->Took(wanted - others + following_->Unbacked() * pages_.frame_bytes);
+}
+
 // Tries as long as giving pages back elsewhere helps. When it does not, the missing pages are missing bytes: reclaim
 // gets that number.
 void* Arena::MakeRoom(Hold* hold, Request* request) {
@@ -565,6 +570,7 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
       LetGo();
       return nullptr;
     }
+    NoteTakenFromSites(*request);
     // Even after "nothing": another thread may have given back the pages that this needs.
     const uint64_t given = GiveBackSettled(hold, request->room, request->site_room);
     if (waits()) stats_.remapped_bytes += given * pages_.page_bytes;

@@ -202,6 +202,7 @@ class Arena final : private ForkAware {
   void* TryPool(Request* request);
   void* MakeRoomAndTry(Hold* hold, Request* request);
   void* MakeRoom(Hold* hold, Request* request);
+  void NoteTakenFromSites(const Request& request);
   Spot Find(const Heap& heap, const Request& request, uint64_t limit, End end) const;
   Block* Place(Heap* heap, Request* request);
   Block* Back(Heap* heap, Block* block, Request* request);

@@ -109,15 +109,17 @@ bool Places::Begin(uint64_t page_bytes) {
   stats_.asked_bytes = asked_;
   stats_.displaced_bytes = displaced_;
   // More memory helps then, and other sites do not. In the first period blocks of the one before have some of it.
+  const bool missed = displaced_ > asked_ / kDisplacedShare;  // other sites help, and less memory in use does not
+  if (!missed) lacked_ = std::max(lacked_, taken_);
   stats_.lacking_periods = lacked_ > 0 ? stats_.lacking_periods + 1 : 0;
   stats_.lacking_bytes = lacked_;
-  misses_ = lacked_ > 0 ? 0 : rows_.empty() || displaced_ > asked_ / kDisplacedShare ? misses_ + 1 : 0;
+  misses_ = lacked_ > 0 ? 0 : rows_.empty() || missed ? misses_ + 1 : 0;
   older_ = std::move(last_);
   last_ = std::move(now_);
   now_ = {{}, true};
   position_ = 0;
   asked_ = displaced_ = 0;
-  lacked_ = 0;
+  lacked_ = taken_ = 0;
   for (Row& row : rows_) row.used = false;
   ++age_;
   return misses_ >= kMissesInARow && last_.whole && older_.whole && stats_.computations < kMostComputations;

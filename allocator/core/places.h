@@ -72,10 +72,11 @@ class Places {
   size_t SiteOf(uint64_t bytes) const;
   // A block was handed out. `sited`: at its site.
   void Taken(uint64_t offset, uint64_t bytes, bool sited);
-  // So many bytes were missing for the memory of a site, or, `elsewhere`, of sites and other blocks together: then not
-  // in the periods that map the sites, whose blocks partly have other memory.
-  void Lacked(uint64_t bytes, bool elsewhere = false) {
-    if (!elsewhere || age_ > kMappingPeriods) lacked_ = std::max(lacked_, bytes);
+  void Lacked(uint64_t bytes) { lacked_ = std::max(lacked_, bytes); }  // they were missing for the memory of a site
+  // A block without a site took memory from sites. Not counted while these are mapped, since blocks have other memory
+  // then.
+  void Took(uint64_t bytes) {
+    if (age_ > kMappingPeriods) taken_ = std::max(taken_, bytes);
   }
   void Freed(uint64_t offset) { Note({position_, offset, 0}); }
 
@@ -99,6 +100,7 @@ class Places {
   uint64_t page_bytes_ = 0;
   uint64_t asked_ = 0;      // bytes of this period's requests of a page or more
   uint64_t displaced_ = 0;  // of these, bytes that are at no site
+  uint64_t taken_ = 0;      // the most bytes that another block took from sites
   uint64_t lacked_ = 0;     // the most bytes that were missing at a time
   static constexpr int kMappingPeriods = 3;
   int age_ = 0;            // periods since the sites were computed

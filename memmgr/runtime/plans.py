@@ -45,7 +45,7 @@ MARGIN = 0.01
 PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # assumed cost of a plan before it is made
 QUICK_OPS = 500  # a longer period's first plan is one of a short search, which the full one replaces
 BETTER = 1.02  # by so much, as predicted
-WORSE = 1.25  # a plan that takes longer by more, to leave memory for places, costs more than the pages that are moved
+WORSE = 1.25  # a plan that leaves memory for places may take so much longer than one that does not
 FREE_PLANS = 8  # plans that are made without a check of their cost
 PLANNING_SHARE = 0.25  # share of one processor, over the run's time, that later plans may take
 
@@ -264,6 +264,7 @@ class Plans:
 
     @staticmethod
     def _gives_too_much(known: _Known, made: Made) -> bool:
+        """Tells if the plan leaves memory for places, and is slower by too much for that."""
         return known.lacked_bytes > 0 and made.overhead > WORSE * known.first_overhead
 
     def _may_plan(self) -> bool:

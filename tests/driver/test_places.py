@@ -156,6 +156,17 @@ def test_memory_that_sites_give_up_is_of_few_pages(open_periods: Callable[..., P
     assert lacking[-1] == 3 * PAGE  # of which 512 bytes and more are in the last page
 
 
+def test_a_block_without_a_site_gets_one_though_it_takes_memory_from_sites(
+    open_periods: Callable[..., Periods],
+) -> None:
+    periods = open_periods(budget=PEAK)
+    for _ in range(7):
+        periods.run([act for act in LONG if act[1] != "long"])
+    for _ in range(6):
+        periods.run(LONG)
+    assert (periods.stats.computations, periods.stats.displaced_bytes) == (2, 0)
+
+
 def test_blocks_leave_for_a_site_that_lacks_memory(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
     """Another place would take the memory of the site's own frames. If nobody can leave, it is taken all the same."""
     periods = open_periods(budget=PEAK + PAGE)

@@ -41,7 +41,7 @@ enum Engine { kNone = 0, kCompute = 1, kOut = 2, kIn = 3, kHost = 4, kHostWaits 
 // Why a task did not begin earlier.
 enum Bound { kByHost = 0, kByWait = 1, kByStream = 2, kByEngine = 3 };
 constexpr double kUnknown = -1;
-constexpr uint64_t kSolidBytes = 4096;  // copies up to this size are made in hollow mode, too
+constexpr uint64_t kSolidBytes = 4096;  // copies and kernels of so few bytes are made in hollow mode, too
 
 struct Cost {
   Engine engine = kNone;

@@ -71,9 +71,9 @@ class Run:
         def planner(trace: Any, budget_bytes: int, link: Any, recompute: bool) -> Scheduled | None:
             self.asked.append(budget_bytes)
             self.of.append(trace)
-            return Scheduled((), 1.0) if self.fits else None
+            return Scheduled((), self.overhead) if self.fits else None
 
-        self.fits = True
+        self.fits, self.overhead = True, 1.0
 
         self.pager: Any = FakePager()
         monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
@@ -165,6 +165,22 @@ def test_memory_that_was_missing_for_places_is_left_free(monkeypatch: pytest.Mon
         before = run.asked[-1]
         assert [run.ends(2, followed=True, short=True, lacked=lacked) for _ in range(2)] == [False, True]
         assert before - run.asked[-1] in (more, more - 1, int(more * (1 - plans.MARGIN))), "the margin is as it was"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"overhead": 1.3}, "slower by too much"), ({"fits": False}, "no schedule")]
+)
+def test_a_plan_that_lacks_memory_for_places_stays_if_the_next_one_is_no_better(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    run = Run(monkeypatch)
+    for key in (1, 2, 2):
+        run.ends(key)
+    first = run.plans.latest()
+    vars(run).update(change)
+    assert [run.ends(2, followed=True, short=True, lacked=10) for _ in range(2)] == [False, True]
+    assert run.plans.latest() is first and run.plans.errors() == [], message
+    assert not any(run.ends(2, followed=True, short=True, lacked=10) for _ in range(9)), "it is not tried again"
 
 
 def test_what_has_more_than_two_values_after_all_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

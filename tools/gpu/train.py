@@ -56,9 +56,8 @@ DEVICE = "memdev" if SIMULATED else SPEC.get("device", "cuda")
 ON_GPU = DEVICE == "cuda"
 TINY = SPEC.get("tiny", False)
 BEGUN = time.perf_counter()
-STEADY = (
-    12  # steps after the last plan: two are noted, two map their sites, and two that lack memory ask for another plan
-)
+STEADY = 12
+"""Steps between the last plan and the measured ones: two are noted, two map their sites, two may ask for another plan."""
 clock = time.perf_counter  # of steps; virtual in a simulation
 simulation: Any = None
 

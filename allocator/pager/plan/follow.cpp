@@ -175,7 +175,7 @@ bool go_again_locked(Follower& f) {
   return !f.going.empty();
 }
 
-// Blocks fill the last page of their site in part, so a plan with room for all bytes may not have room for all pages.
+// Blocks fill the last frame of their site in part, so a plan with room for all bytes may lack room for all frames.
 // Returns the bytes that were missing.
 uint64_t lacked_bytes_locked(const Follower& f) {
   mm_places_stats s{};

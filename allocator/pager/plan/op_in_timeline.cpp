@@ -9,7 +9,6 @@
 #include "plan/access_order.h"
 #include "plan/follow.h"
 #include "plan/loops.h"
-#include "pools/stream_rules.h"
 #include "recipes/op_signature.h"
 #include "recipes/recipe.h"
 
@@ -108,7 +107,7 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
     bytes += made[i]->nbytes;
   }
   note.seconds = static_cast<float>(seconds);
-  if (timer) timer->tell(&note, p.noted.points);
+  if (timer) timer->tell(&p.noted, at);
   note.scratch = scratch > bytes ? scratch - bytes : 0;
   p.last_end = ticks();
   ended_ = true;
@@ -118,8 +117,8 @@ void Moment::left() {
   if (!ended_) return;
   follow_after(static_cast<uint32_t>(position_));
   read_in_order();
-  if (C10_LIKELY(!queues)) return;
-  const Hold lock(graph_lock());  // the host does this work while the device runs the op
+  if (C10_LIKELY(!times_ops.load(std::memory_order_relaxed))) return;
+  const Hold lock(graph_lock());  // the host has done this work while the device runs the op
   period_locked().last_end = ticks();
 }
 

@@ -132,13 +132,13 @@ void OpTimer::begin() {
   }
   if (!points_) return;  // the period has ended in between
   begins_ = mm_points_add(points_.get(), budget.pool->stream());
-  taking().points = points_.get();
+  Taking& here = taking();
+  here.points = points_.get();
+  here.searches.clear();
 }
 
 void OpTimer::end_timed() {
-  Taking& here = taking();
-  here.points = nullptr;
-  searches_ = std::exchange(here.searches, {});
+  taking().points = nullptr;
   ends_ = mm_points_add(points_.get(), budget.pool->stream());
 }
 
@@ -146,11 +146,11 @@ OpTimer::~OpTimer() {
   if (C10_UNLIKELY(points_ != nullptr) && ends_ < 0) end_timed();  // the op has failed
 }
 
-void OpTimer::tell(OpNote* note, const std::shared_ptr<mm_points>& points) {
-  if (C10_LIKELY(!points_) || points_ != points) return;
-  note->begins = begins_;
-  note->ends = ends_;
-  note->searches = std::move(searches_);
+void OpTimer::tell(Timeline* t, size_t op) const {
+  if (C10_LIKELY(!points_) || points_ != t->points) return;
+  t->ops[op].begins = begins_;
+  t->ops[op].ends = ends_;
+  for (const auto& [from, to] : taking().searches) t->searches.push_back({op, from, to});
 }
 
 namespace {
@@ -158,6 +158,7 @@ namespace {
 // The least times of the ops that are alike: their cells have the same sizes. Negative: not known.
 struct LeastTimes {
   float device = -1, host = -1;
+  float before = -1;      // between the op before and this one
   float after_idle = -1;  // of the device, if it was idle before: less the host's launch, which may be too much
 
   static void lower(float* least, float took) {
@@ -192,14 +193,16 @@ void take_device_times(Timeline* t) {
   std::vector<Times> times(t->ops.size());
   double device = 0, host = 0;
   int last = -1;
+  size_t search = 0;
   for (size_t i = 0; i < t->ops.size(); ++i) {
     OpNote& op = t->ops[i];
     Times& of = times[i] = {op.seconds, op.seconds, op.before, false};
     LeastTimes& least = (*known)[alike(*t, i)];
     if (points && op.begins >= 0 && op.ends >= 0) {
       auto took = static_cast<float>(mm_points_between(points.get(), op.begins, op.ends));
-      for (const auto& [from, to] : op.searches)
-        took -= std::max(0.0F, static_cast<float>(mm_points_between(points.get(), from, to)));
+      for (; search < t->searches.size() && t->searches[search].op == i; ++search)
+        took -= std::max(0.0F, static_cast<float>(
+                                   mm_points_between(points.get(), t->searches[search].from, t->searches[search].to)));
       const double gap = last < 0 ? -1 : mm_points_between(points.get(), last, op.begins);
       last = op.ends;
       if (gap >= 0) {  // the program may have waited for the device between two ops
@@ -211,11 +214,13 @@ void take_device_times(Timeline* t) {
       const bool idle = took > kLeastSeconds && gap > kIdleSeconds && !of.waits;
       LeastTimes::lower(idle ? &least.after_idle : &least.device,
                         idle ? std::max(took - op.seconds, kLeastSeconds) : took);
+      LeastTimes::lower(&least.before, op.before);
       LeastTimes::lower(&least.host, std::min(op.seconds, std::max(took, 0.0F) + kMostLaunching));
     }
     if (least.host >= 0) {
       of.device = least.device >= 0 ? least.device : std::max(0.0F, least.after_idle);
       of.host = least.host;
+      if (!points) op.before = std::min(op.before, least.before);  // it may be the pager's work after the op before
     }
     device += of.device;
     host += of.host + op.before;

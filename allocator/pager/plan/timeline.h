@@ -28,19 +28,19 @@ struct TouchNote {
 
 struct OpNote {
   OpInfo* info;
-  uint32_t first_touch;  // the op's touches go up to the next op's
-  float seconds = 0;     // of the op alone
-  float before = 0;      // seconds since the op before ended, without waits for memory
-  uint64_t scratch = 0;  // bytes beyond its outputs
-  uint64_t other = 0;    // resident bytes that belong to no cell
-  uint32_t module = 0;   // the number that Python gave to the module; 0: not known
-  // On a device, in a timed period: the points around the op's kernels, and around its searches for memory.
-  int begins = -1, ends = -1;
-  std::vector<std::pair<int, int>> searches;
+  uint32_t first_touch;        // the op's touches go up to the next op's
+  float seconds = 0;           // of the op alone
+  float before = 0;            // seconds since the op before ended, without waits for memory
+  uint64_t scratch = 0;        // bytes beyond its outputs
+  uint64_t other = 0;          // resident bytes that belong to no cell
+  uint32_t module = 0;         // the number that Python gave to the module; 0: not known
+  int begins = -1, ends = -1;  // on a device, in a timed period: the points around the op's kernels
 };
 
 // True: the period that is noted takes the device's time for each op.
 extern std::atomic<bool> times_ops;
+
+struct Timeline;
 
 // Times one op on the device. Without `begin` it does nothing.
 class OpTimer {
@@ -53,15 +53,20 @@ class OpTimer {
   void end() {
     if (C10_UNLIKELY(points_ != nullptr)) end_timed();
   }
-  // Moves the points to the note if the period is the one that they were taken in.
-  void tell(OpNote* note, const std::shared_ptr<mm_points>& points);
+  // Writes the points to the op if the period is the one that they were taken in. Called in the op's thread.
+  void tell(Timeline* t, size_t op) const;
 
  private:
   void end_timed();
 
   std::shared_ptr<mm_points> points_;
   int begins_ = -1, ends_ = -1;
-  std::vector<std::pair<int, int>> searches_;
+};
+
+// The points around one of an op's searches for memory (Taking::searches).
+struct MemorySearch {
+  size_t op;
+  int from, to;
 };
 
 struct Timeline {
@@ -77,7 +82,8 @@ struct Timeline {
   uint64_t trials = 0;                                // determinism checks during the period
   uint64_t before = 0;                                // the hash of the period before; 0: it was not noted
   std::shared_ptr<mm_points> points;                  // the device's times; null: the period was not timed
-  bool of_device = false;                             // the times are the device's
+  std::vector<MemorySearch> searches;                 // in a timed period, by op
+  bool of_device = false;                             // the device's times have been taken
   bool overflow = false;
 
   uint64_t hash() const { return hashes.empty() ? 0 : hashes.back(); }

@@ -16,8 +16,8 @@ struct Taking {
   int fill = -1;             // the byte that fills memory of the host's pool; below 0: none
   int64_t scratch = 0;       // bytes taken and not freed
   int64_t scratch_peak = 0;  // their high-water mark
-  // While an op is timed on a device: points before and after each search for memory. In between the device runs no
-  // kernel of the op, and may wait for the host or for a former user of the memory.
+  // Of an op that is timed on a device: points before and after each search for memory. In between the device runs no
+  // kernel of the op, and may wait for the host or for a former user of the memory. Null: no op is timed.
   mm_points* points = nullptr;
   std::vector<std::pair<int, int>> searches;
   void begin_scratch() { scratch = scratch_peak = 0; }
