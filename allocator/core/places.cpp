@@ -108,17 +108,18 @@ bool Places::Begin(uint64_t page_bytes) {
   page_bytes_ = page_bytes;
   stats_.asked_bytes = asked_;
   stats_.displaced_bytes = displaced_;
-  // More memory helps then, and other sites do not. In the first period blocks of the one before have some of it.
-  const bool missed = displaced_ > asked_ / kDisplacedShare;  // other sites help, and less memory in use does not
-  if (!missed) lacked_ = std::max(lacked_, taken_);
-  stats_.lacking_periods = lacked_ > 0 ? stats_.lacking_periods + 1 : 0;
-  stats_.lacking_bytes = lacked_;
-  misses_ = lacked_ > 0 ? 0 : rows_.empty() || missed ? misses_ + 1 : 0;
+  // Blocks without a site want other sites, and then it is not known how much memory these will lack. In the first
+  // period blocks of the one before have some of it.
+  const bool missed = rows_.empty() || siteless_ > asked_ / kDisplacedShare;
+  const uint64_t lacked = missed ? 0 : std::max(lacked_, taken_);
+  stats_.lacking_periods = lacked > 0 ? stats_.lacking_periods + 1 : 0;
+  stats_.lacking_bytes = lacked;
+  misses_ = missed ? misses_ + 1 : 0;
   older_ = std::move(last_);
   last_ = std::move(now_);
   now_ = {{}, true};
   position_ = 0;
-  asked_ = displaced_ = 0;
+  asked_ = displaced_ = siteless_ = 0;
   lacked_ = taken_ = 0;
   for (Row& row : rows_) row.used = false;
   ++age_;
@@ -210,7 +211,9 @@ void Places::Taken(uint64_t offset, uint64_t bytes, bool sited) {
   if (bytes >= page_bytes_) {
     asked_ += bytes;
     if (!sited) displaced_ += bytes;
+    if (!sited && !lacks_now_) siteless_ += bytes;
   }
+  lacks_now_ = false;
   Note({position_, offset, bytes});
 }
 

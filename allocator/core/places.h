@@ -72,7 +72,11 @@ class Places {
   size_t SiteOf(uint64_t bytes) const;
   // A block was handed out. `sited`: at its site.
   void Taken(uint64_t offset, uint64_t bytes, bool sited);
-  void Lacked(uint64_t bytes) { lacked_ = std::max(lacked_, bytes); }  // they were missing for the memory of a site
+  // So many bytes were missing for the memory of the site of this request.
+  void Lacked(uint64_t bytes) {
+    lacked_ = std::max(lacked_, bytes);
+    lacks_now_ = true;
+  }
   // A block without a site took memory from sites. Not counted while these are mapped, since blocks have other memory
   // then.
   void Took(uint64_t bytes) {
@@ -100,6 +104,8 @@ class Places {
   uint64_t page_bytes_ = 0;
   uint64_t asked_ = 0;      // bytes of this period's requests of a page or more
   uint64_t displaced_ = 0;  // of these, bytes that are at no site
+  uint64_t siteless_ = 0;   // of these, of requests that have no site, or whose site is not free
+  bool lacks_now_ = false;  // the request's site does
   uint64_t taken_ = 0;      // the most bytes that another block took from sites
   uint64_t lacked_ = 0;     // the most bytes that were missing at a time
   static constexpr int kMappingPeriods = 3;

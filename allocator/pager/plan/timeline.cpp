@@ -177,6 +177,33 @@ constexpr float kIdleSeconds = 2e-6F;      // between two ops: less is the devic
 constexpr float kLeastSeconds = 2e-6F;     // of a kernel
 constexpr float kMostLaunching = 100e-6F;  // the host has waited for the device in an op that takes longer
 
+struct OpTimes {
+  float device, host, gap;
+  bool waits;  // the host does, for the device
+};
+
+// The slower of both sets the pace. The host is ahead of a slower device, which is then idle only where the host has
+// waited for it.
+void set_pace(Timeline* t, const std::vector<OpTimes>& times) {
+  double device = 0, host = 0;
+  for (size_t i = 0; i < times.size(); ++i) {
+    device += times[i].device;
+    host += times[i].host + t->ops[i].before;
+  }
+  bool waited = false;
+  for (size_t i = 0; i < times.size(); ++i) {
+    OpNote& op = t->ops[i];
+    const OpTimes& of = times[i];
+    if (device >= host) {
+      op.seconds = of.device;
+      op.before = waited ? of.gap : 0;
+    } else {
+      op.seconds = std::max(of.device, of.host);
+    }
+    waited = of.waits;
+  }
+}
+
 }  // namespace
 
 void take_device_times(Timeline* t) {
@@ -186,34 +213,33 @@ void take_device_times(Timeline* t) {
   constexpr size_t kMostKnown = 1 << 16;
   const Hold hold(lock_of(LockId::kDeviceTimes));
   if (known->size() > kMostKnown) known->clear();
-  struct Times {
-    float device, host, gap;
-    bool waits;  // the host does, for the device
+  const auto between = [&](int from, int to) {
+    return from < 0 ? -1.0F : static_cast<float>(mm_points_between(points.get(), from, to));
   };
-  std::vector<Times> times(t->ops.size());
-  double device = 0, host = 0;
+  std::vector<OpTimes> times;
   int last = -1;
-  size_t search = 0;
+  auto search = t->searches.begin();
   for (size_t i = 0; i < t->ops.size(); ++i) {
     OpNote& op = t->ops[i];
-    Times& of = times[i] = {op.seconds, op.seconds, op.before, false};
+    OpTimes of{op.seconds, op.seconds, op.before, false};
     LeastTimes& least = (*known)[alike(*t, i)];
+    float searching = 0;
+    for (; search != t->searches.end() && search->op == i; ++search)
+      searching += std::max(0.0F, between(search->from, search->to));
     if (points && op.begins >= 0 && op.ends >= 0) {
-      auto took = static_cast<float>(mm_points_between(points.get(), op.begins, op.ends));
-      for (; search < t->searches.size() && t->searches[search].op == i; ++search)
-        took -= std::max(0.0F, static_cast<float>(
-                                   mm_points_between(points.get(), t->searches[search].from, t->searches[search].to)));
-      const double gap = last < 0 ? -1 : mm_points_between(points.get(), last, op.begins);
+      const float took = between(op.begins, op.ends) - searching;
+      const float gap = between(last, op.begins);
       last = op.ends;
       if (gap >= 0) {  // the program may have waited for the device between two ops
-        op.before = std::min(op.before, static_cast<float>(gap) + kMostLaunching);
-        of.gap = std::min(of.gap, static_cast<float>(gap));
+        op.before = std::min(op.before, gap + kMostLaunching);
+        of.gap = std::min(of.gap, gap);
       }
       of.waits = op.seconds > std::max(took, 0.0F) + kMostLaunching;
       // A device that was idle had nothing to do until the host had launched the op's first kernel.
-      const bool idle = took > kLeastSeconds && gap > kIdleSeconds && !of.waits;
-      LeastTimes::lower(idle ? &least.after_idle : &least.device,
-                        idle ? std::max(took - op.seconds, kLeastSeconds) : took);
+      if (took > kLeastSeconds && gap > kIdleSeconds && !of.waits)
+        LeastTimes::lower(&least.after_idle, std::max(took - op.seconds, kLeastSeconds));
+      else
+        LeastTimes::lower(&least.device, took);
       LeastTimes::lower(&least.before, op.before);
       LeastTimes::lower(&least.host, std::min(op.seconds, std::max(took, 0.0F) + kMostLaunching));
     }
@@ -222,23 +248,9 @@ void take_device_times(Timeline* t) {
       of.host = least.host;
       if (!points) op.before = std::min(op.before, least.before);  // it may be the pager's work after the op before
     }
-    device += of.device;
-    host += of.host + op.before;
+    times.push_back(of);
   }
-  // The slower of both sets the pace. The host is ahead of a slower device, which is then idle only where the host has
-  // waited for it.
-  bool waited = false;
-  for (size_t i = 0; i < t->ops.size(); ++i) {
-    OpNote& op = t->ops[i];
-    const Times& of = times[i];
-    if (device >= host) {
-      op.seconds = of.device;
-      op.before = waited ? of.gap : 0;
-    } else {
-      op.seconds = std::max(of.device, of.host);
-    }
-    waited = of.waits;
-  }
+  set_pace(t, times);
 }
 
 static void forget_in_timeline_locked(Cell* c) {
