@@ -1,14 +1,12 @@
-"""Plans for passes that repeat: which blocks are evicted between two touches, when they are written and when they are
-read back.
+"""Plans for passes that repeat: the blocks that are evicted between two touches, and the times of their writes and reads.
 
 Parameters and optimizer states are touched in the same order in every pass, so evictions and reads form a cycle.
-`paged` simulates passes one after the other with full knowledge of them. Whenever the link is idle, it reads the absent
-block that is touched next into the room of the block that is touched last (Cao, Felten, Karlin, Li: A study of
-integrated prefetching and caching strategies, SIGMETRICS 1995). The room may be that of any block (their *aggressive*:
-never idle, but it moves more than necessary), or only that of blocks which Belady's choice, made on demand with a part
-of the budget, evicts anyway (their *conservative*; the other part is for prefetched blocks). A block that was changed
-since its copy was made is written first. Where ops will need the room before that touch, no read begins. A pass that
-ends as it began is the plan; the shortest one counts.
+`paged` simulates passes one after the other with full knowledge of them. The blocks that leave are chosen by the time that
+the link has for their copies (windows.py). Such a block is written once the link is free after its last change, it leaves when
+its room is needed, and it is read back as soon as there is room for it until its touch: whenever the link is idle, the absent
+block that is touched next (Cao, Felten, Karlin, Li: A study of integrated prefetching and caching strategies, SIGMETRICS 1995,
+whose *aggressive* also evicts the block that is touched last, so that it moves more than necessary). A pass that ends as it
+began is the plan. The waits of a pass are time for copies, so blocks are chosen again with them, and the shortest pass counts.
 
 Recomputation is decided before: the program is any schedule of computes, recomputes and frees, and the storages that it
 holds are paged.
@@ -16,73 +14,68 @@ holds are paged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 
-import numpy as np
-
-from memmgr.policies.simulate.cycle import ABSENT, FAR, MOST_PASSES, RESIDENT, Cycle, Full, Paged, settled
+from memmgr.policies.simulate.cycle import ABSENT, FAR, RESIDENT, Cycle, Full, Paged, settled
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.blocks import Program, plain, program_of, spent
 from memmgr.policies.trace.schedule import Step
 
-_RESERVES = (0.1, 0.25, 0.5)
-"""The share of the budget for prefetched blocks, where only Belady's choice is evicted."""
+from .windows import Gap, chosen
 
-_MANY = 4_000
-"""Events from which on one of them has to do, and none where the first way is good enough."""
+_ROUNDS = 3
+"""How often blocks are chosen, while that makes the pass shorter."""
 
-_AHEAD = 0.05
-"""The share of a pass for which ops and the link should find room without waiting for a write."""
-
-_LOOKED_AT = 8
-"""Blocks, for one that should be written before its room is needed."""
+_GAIN = 0.995
+"""Choosing again has been worth it if the pass takes at most this share of the time before."""
 
 _STRETCHES = 16
 """Beginnings that the bound looks at."""
 
 
-_Gap = tuple[int, int]
-"""A block, and the number of the touch that ends the gap."""
-
-
 class _Pager(Cycle):
-    """The victim is the block touched last. The link is never idle, or reads only into the room of Belady's victims."""
+    """The blocks of certain gaps leave. The link is never idle while one of them has to be written, or fits when it is read.
 
-    def __init__(self, p: Program, budget_bytes: int, link: TierLink, may_leave: set[_Gap] | None = None) -> None:
+    Attributes:
+        gaps: see `windows.chosen`.
+        took: per event of the pass that was played last, its seconds with all waits.
+    """
+
+    def __init__(self, p: Program, budget_bytes: int, link: TierLink, gaps: Mapping[Gap, int]) -> None:
         super().__init__(p, budget_bytes, link)
-        self.may_leave = may_leave
-        self.left: set[_Gap] = set()  # in the pass that was played last
-        self.eager = True  # whether anything moves before it has to
+        self.gaps = gaps
+        self.changed: dict[int, list[int]] = {}  # by event, the blocks that it changes last before they leave
+        for (k, touch), event in gaps.items():
+            self.changed.setdefault(event, []).append(k if touch else p.handed.get(k, k))
+        self.to_write: deque[int] = deque()
+        self.took: list[float] = []
+        self.ended = 0.0
         self.missing = [(self.next[k], k) for k, state in enumerate(self.state) if state == ABSENT]
         heapify(self.missing)
-        self.away = sum(p.blocks[k].size for _, k in self.missing)  # bytes
-        self.brought = int(_AHEAD * sum(p.seconds) * self.rates[0])  # bytes
         self.leaving: list[tuple[int, int]] = []
         self.staying: list[tuple[int, int]] = []  # leave where nothing else can
-        starts = np.concatenate(([0.0], np.cumsum(p.seconds * 2)))
-        self.soon = np.searchsorted(starts, starts[: self.n] + _AHEAD * starts[self.n]).tolist()
-        self.starts: list[float] = starts.tolist()
 
     def play(self) -> None:
-        self.left = set()
+        self.took, self.ended = [], self.now
         super().play()
 
     def after(self, event: int) -> None:
         for k in self.p.touched[event]:
             if self.state[k] == RESIDENT and not self.p.blocks[k].stays:
                 self._line_up(k)
+        self.to_write.extend(self.changed.get(event, ()))
+        self.took.append(self.now - self.ended)
+        self.ended = self.now
 
     def read(self, k: int, begin: float, event: int) -> None:
         super().read(k, begin, event)
-        self.away -= self.p.blocks[k].size
         self._line_up(k)
 
     def leave(self, k: int, event: int) -> None:
         super().leave(k, event)
-        self.left.add(self._gap(k))
         if self.next[k] < FAR:
-            self.away += self.p.blocks[k].size
             heappush(self.missing, (self.next[k], k))
 
     def hand_over(self, first: int, late: int) -> None:
@@ -92,43 +85,51 @@ class _Pager(Cycle):
         else:
             heappush(self.missing, (self.next[first], first))
 
-    def _gap(self, k: int) -> _Gap:
-        return (self.first.get(k, k) if self.touch[k] == 0 else k), self.touch[k]
-
     def _line_up(self, k: int) -> None:
-        may = self.may_leave is None or self._gap(k) in self.may_leave
-        heappush(self.leaving if may else self.staying, (-self.next[k], k))
+        gap = (self.first.get(k, k) if self.touch[k] == 0 else k), self.touch[k]
+        line = self.leaving if gap in self.gaps else self.staying
+        heappush(line, (-self.next[k], k))
 
     def _unneeded(self, k: int) -> bool:
         """Nothing touches it any more, and it needs no copy: were it touched, its op would run again."""
         return self.next[k] == FAR and self.p.blocks[k].again
 
-    def _last(self, use: int, line: list[tuple[int, int]] | None = None) -> int | None:
-        """The block, among those that can be evicted, whose next touch is last and after `use`."""
-        line = self.leaving if line is None else line
+    def _first_written(self, use: int) -> int | None:
+        """The block of a gap that can leave first, and is touched after `use`; the one that is touched last, of several."""
+        self.leaving = [(far, k) for far, k in self.leaving if self.state[k] == RESIDENT and self.next[k] == -far]
+        heapify(self.leaving)
+        may = [
+            (self.dirty[k] and not self._unneeded(k), max(self.done_at[k], self.now), far, k)
+            for far, k in self.leaving
+            if -far > use and not (self.reading[k] and self.done_at[k] > self.now)
+        ]
+        return min(may)[3] if may else None
+
+    def _last(self, use: int) -> int | None:
+        """The block whose next touch is last and after `use`, among those that should stay."""
         waiting = []
         found = None
-        while line:
-            far, k = line[0]
+        while self.staying:
+            far, k = self.staying[0]
             if self.state[k] != RESIDENT or self.next[k] != -far:
-                heappop(line)
+                heappop(self.staying)
             elif -far <= use:
                 break
             elif self.reading[k] and self.done_at[k] > self.now:
-                waiting.append(heappop(line))
+                waiting.append(heappop(self.staying))
             else:
                 found = k
                 break
         for entry in waiting:
-            heappush(line, entry)
+            heappush(self.staying, entry)
         return found
 
     def make_room(self, size: int, event: int) -> None:
         """Evicts until `size` bytes are free, now and at any cost."""
         while self.used + size > self.budget:
-            k = self._last(self.base + event)
+            k = self._first_written(self.base + event)
             if k is None:
-                k = self._last(self.base + event, self.staying)
+                k = self._last(self.base + event)
             if k is None:
                 raise Full
             if not self._unneeded(k):
@@ -137,81 +138,56 @@ class _Pager(Cycle):
                 self.now = max(self.now, self.done_at[k])
             self.leave(k, event)
 
+    def ready(self, event: int, wanted: Iterable[int]) -> float:
+        """Blocks that the event changes have been written, too."""
+        changed = (self.done_at[k] for k in self.p.touched[event] if event in self.p.blocks[k].writes)
+        return max(super().ready(event, wanted), max(changed, default=0.0))
+
+    def beside(self, event: int, until: float) -> None:
+        while self._write_next(event, until):
+            pass
+
     def ahead(self, event: int, until: float) -> None:
         """Begins transfers while the op runs, which ends at `until`."""
-        reads, writes = self.lanes
-        while self.eager and min(self.free_at[reads], self.free_at[writes]) < until:
-            while self.missing:
-                use, k = self.missing[0]
-                if self.state[k] == ABSENT and self.next[k] == use:
-                    break
-                heappop(self.missing)
-            if self.missing and self.free_at[reads] < until:
-                room = self.p.blocks[k].size + self.growth(event, use - self.base)
-                cleared, again = self._clear(room, use, event, until)
-                if cleared:
-                    heappop(self.missing)
-                    self.read(k, self.now, event)
-                if again:
-                    continue
-            soon = self.soon[event]
-            coming = min(self.away, self.brought)
-            if not self._written_soon(self.growth(event, soon) + coming, self.base + soon, event, until):
+        while True:
+            read = self.free_at[self.lanes[0]] < until and self._read_next(event, until)
+            written = self._write_next(event, until)
+            if not read and not written:
                 return
 
-    def _clear(self, size: int, use: int, event: int, until: float) -> tuple[bool, bool]:
-        """Evicts blocks that are touched after `use`. Returns if there is room now, and if the link may be asked again.
-        A block whose write has not ended stays, since ops would wait for it.
-        """
-        while self.used + size > self.budget:
-            k = self._last(use)
-            if k is None:
-                return False, False
-            if not self._unneeded(k):
-                if self.dirty[k]:
-                    if self.free_at[self.lanes[1]] >= until or self._touched_before_written(k, event):
-                        return False, False
-                    self.write(k, event)
-                    return False, self.free_at[self.lanes[0]] < until
-                if self.done_at[k] > self.now:
-                    return False, False
-            self.leave(k, event)
-        return True, True
-
-    def _touched_before_written(self, k: int, event: int) -> bool:
-        """Tells if a copy begun now would not have ended by the next touch: it would be in vain if that touch changes
-        the block.
-        """
-        touched = min(self.next[k] - self.base, len(self.starts) - 1)
-        wait = max(self.free_at[self.lanes[1]] - self.now, 0.0) + self.latency
-        return self.starts[touched] - self.starts[event] < wait + self.p.blocks[k].size / self.rates[1]
-
-    def _written_soon(self, size: int, use: int, event: int, until: float) -> bool:
-        """Begins to write blocks that must be evicted for `size` bytes. False: there is none to write."""
-        if self.free_at[self.lanes[1]] >= until:
+    def _read_next(self, event: int, until: float) -> bool:
+        """Begins to read the absent block that is touched next. False: there is none, or no room."""
+        while self.missing:
+            use, k = self.missing[0]
+            if self.state[k] == ABSENT and self.next[k] == use:
+                break
+            heappop(self.missing)
+        if not self.missing or not self._clear(self.p.blocks[k].size + self.growth(event, use - self.base), use, event):
             return False
-        short = self.used + size - self.budget
-        passed: list[tuple[int, int]] = []
-        found = False
-        while short > 0 and len(passed) < _LOOKED_AT:
-            k = self._last(use)
-            if k is None:
-                break
-            if self.dirty[k] and not self._unneeded(k):
-                found = not self._touched_before_written(k, event)
-                if found:
-                    self.write(k, event)
-                break
-            short -= self.p.blocks[k].size
-            passed.append(heappop(self.leaving))
-        for entry in passed:
-            heappush(self.leaving, entry)
-        return found
+        heappop(self.missing)
+        self.read(k, self.now, event)
+        return True
+
+    def _clear(self, size: int, use: int, event: int) -> bool:
+        """Evicts blocks that are touched after `use` and have a copy. Returns if there is room now."""
+        while self.used + size > self.budget:
+            k = self._first_written(use)
+            if k is None or (not self._unneeded(k) and (self.dirty[k] or self.done_at[k] > self.now)):
+                return False
+            self.leave(k, event)
+        return True
+
+    def _write_next(self, event: int, until: float) -> bool:
+        """Begins to write a block that will leave. False: there is none, or the link is busy."""
+        while self.to_write and self.free_at[self.lanes[1]] < until:
+            k = self.to_write.popleft()
+            if self.state[k] == RESIDENT and self.dirty[k] and not self._unneeded(k):
+                self.write(k, event)
+                return True
+        return False
 
 
-def paged(
-    trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Step] | None = None, enough: float = 0.0
-) -> Paged | None:
+def paged(trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Step] | None = None) -> Paged | None:
     """The pass of a cycle that pages the storages of a program; None: it does not fit.
 
     Args:
@@ -219,23 +195,22 @@ def paged(
         budget_bytes: most bytes resident at any time.
         link: the tier.
         program: computes, recomputes and frees; None: the trace's own.
-        enough: seconds that are good enough.
     """
     p = program_of(trace, plain(trace) if program is None else program)
-    found = [settled(_Pager(p, budget_bytes, link))]
-    many, first = len(p.steps) >= _MANY, found[0]
-    if many and first is not None and first.seconds <= enough:
-        return first
-    for reserve in _RESERVES[:1] if many else _RESERVES:
-        belady = _Pager(p, int(budget_bytes * (1 - reserve)), link)
-        belady.eager = False
-        try:
-            for _ in range(MOST_PASSES // 2):
-                belady.play()
-        except Full:
-            continue
-        found.append(settled(_Pager(p, budget_bytes, link, belady.left)))
-    return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+    best: Paged | None = None
+    took: list[float] | None = None
+    for _ in range(_ROUNDS):
+        pager = _Pager(p, budget_bytes, link, chosen(p, budget_bytes, link, took))
+        made = settled(pager)
+        if made is None:
+            break
+        better = best is None or made.seconds < best.seconds * _GAIN
+        if best is None or made.seconds < best.seconds:
+            best = made
+        if not better or made.seconds * _GAIN <= sum(p.seconds):
+            break
+        took = pager.took
+    return best
 
 
 def least_seconds(trace: Trace, budget_bytes: int, link: TierLink) -> float:

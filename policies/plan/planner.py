@@ -6,7 +6,7 @@ the gap between the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memmgr.policies.trace import TierLink, Trace
@@ -113,9 +113,14 @@ def _plan(
     return Plan(budget_bytes, True, _steps(best), best.peak, seconds, unmanaged, unmanaged + bound)
 
 
-_LEVELS = (0.75, 0.5, 0.25, 0.0)
-"""The share of the storages of one pass that stays, in turn, between the least possible and all; the rest runs again.
-"""
+_STEPS = (1 / 4, 1 / 8, 1 / 16)
+"""How far apart the levels are that are tried in turn (`_levels`)."""
+
+_STEPS_QUICKLY = _STEPS[:2]
+"""The same for a plan of few steps of search, ..."""
+
+_QUICK = 50_000
+"""... up to so many."""
 
 _CLOSE = 1.02
 """So near to the bound nothing is tried any more."""
@@ -130,16 +135,14 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
     bound = least_seconds(trace, budget_bytes, link)
     found: list[Plan] = []
 
-    def better(made: Plan | None) -> bool:
-        """Tells if further attempts are worth their time."""
+    def seconds_of(made: Plan | None) -> float:
         if made is None or not made.feasible:
-            return True
-        last = min((one.seconds for one in found), default=INFEASIBLE)
+            return INFEASIBLE
         found.append(made)
-        return _CLOSE * bound < made.seconds < last
+        return made.seconds
 
     def paging(program: Iterable[Step] | None = None) -> Plan | None:
-        made = paged(trace, budget_bytes, link, program, _CLOSE * bound)
+        made = paged(trace, budget_bytes, link, program)
         if made is None:
             return None
         return Plan(
@@ -147,22 +150,43 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
             made.written_bytes + made.read_bytes,
         )  # fmt: skip
 
-    if better(paging()):
-        # First as if storages that live from pass to pass could not be evicted; then with ever fewer of the others.
-        better(_standing(trace, budget_bytes, link, recompute, effort, bound, lets_go))
+    if seconds_of(paging()) > _CLOSE * bound:
+        # First as if storages that live from pass to pass could not be evicted; then with more or fewer of the others.
+        seconds_of(_standing(trace, budget_bytes, link, recompute, effort, bound, lets_go))
         if recompute:
-            inside = _without_cycle(trace)
-            most, least = inside.unmanaged_peak[0], least_bytes(Problem.of(inside))
-            for level in _LEVELS:
-                limit = min(int(least + level * (most - least)), budget_bytes)
-                again = _plan(inside, limit, None, True, effort // 8, lets_go=lets_go)
-                if _reads_what_is_gone(inside, again.steps):
-                    again = _plan(_read_in_time(inside), limit, None, True, effort // 8, lets_go=lets_go)
-                if again.feasible and not better(paging(again.steps)):
-                    break
+            _levels(trace, budget_bytes, effort, lets_go, lambda steps: seconds_of(paging(steps)))
     return min(
         found, key=lambda one: one.seconds, default=Plan(budget_bytes, False, (), 0, INFEASIBLE, unmanaged, bound)
     )
+
+
+def _levels(
+    trace: Trace, budget_bytes: int, effort: int, lets_go: bool, seconds_of: Callable[[Iterable[Step]], float]
+) -> None:
+    """Pages the pass with more or fewer of its own storages made again: half of those that may stay, then those levels around
+    the best one, ever nearer to it.
+
+    Args:
+        seconds_of: pages a schedule of computes, recomputes and frees.
+    """
+    inside = _without_cycle(trace)
+    in_time = _read_in_time(inside)
+    least = least_bytes(Problem.of(inside))
+    most = min(inside.unmanaged_peak[0], budget_bytes)
+    known: dict[float, float] = {}
+
+    def tried(level: float) -> float:
+        if level not in known:
+            limit = int(least + level * (most - least))
+            made = _plan(inside, limit, None, True, effort // 8, lets_go=lets_go)
+            if _reads_what_is_gone(inside, made.steps):
+                made = _plan(in_time, limit, None, True, effort // 8, lets_go=lets_go)
+            known[level] = seconds_of(made.steps) if made.feasible else INFEASIBLE
+        return known[level]
+
+    best = 0.5
+    for step in _STEPS_QUICKLY if effort <= _QUICK else _STEPS:
+        best = min((best, best + step, best - step), key=tried)
 
 
 def _standing(

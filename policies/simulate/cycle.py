@@ -122,6 +122,13 @@ class Cycle:
     def ahead(self, event: int, until: float) -> None:
         """Begins transfers while the event runs, which ends at `until`."""
 
+    def ready(self, event: int, wanted: Iterable[int]) -> float:
+        """When the event can begin: these blocks are read."""
+        return max((self.done_at[k] for k in wanted if self.reading[k]), default=self.now)
+
+    def beside(self, event: int, until: float) -> None:
+        """Begins transfers while the event waits for its reads, which end at `until`."""
+
     def after(self, event: int) -> None:
         """The event is over."""
 
@@ -148,10 +155,12 @@ class Cycle:
                 if self.state[k] == ABSENT:
                     self.make_room(self.room_for([k]), event)
                     self.read(k, self.now, event)
+            ready = self.ready(event, wanted)
+            if ready > self.now:
+                self.beside(event, ready)
+                self.now = ready
             for k in wanted:
-                if self.reading[k]:
-                    self.now = max(self.now, self.done_at[k])
-                    self.reading[k] = False
+                self.reading[k] = False
             self.ahead(event, self.now + p.seconds[event])
             self.now += p.seconds[event] + self.slowed
             self.slowed = 0.0
