@@ -36,8 +36,9 @@ HEAD = """# Compatibility
 <!-- Made by tools/house/compatibility.py: `make compatibility`. -->
 
 Each row is a small training in a process of its own: once plain, once in a budget that is {share} % of the way from its floor to
-its need. *Same bits* compares losses and parameters. *Evictions* counts the tensors that were evicted or offloaded in the budget: here
-those of 512 bytes and more, by default those of 64 KiB and more. Run with memmgr {memmgr}, torch {torch}, Python {python} on the CPU.
+its need. *Same bits* compares losses and parameters. *Evictions* counts the tensors that were evicted or offloaded in the
+budget. Here tensors of 512 bytes and more can be evicted, by default those of 64 KiB and more.
+Run with memmgr {memmgr}, torch {torch}, Python {python} on the CPU.
 
 | | versions | same bits | peak of budget | evictions | why not |
 |---|---|---|---|---|---|
