@@ -154,8 +154,8 @@ class _Autostart:
         try:
             if current() is not None:
                 raise RuntimeError(
-                    "MEMMGR_BUDGET is set, and the script has opened a budget of its own: there is one at a time, so unset the "
-                    "one or take out the other"
+                    "the script has opened a budget of its own, and MEMMGR_BUDGET or memmgr run asks for another one. One budget "
+                    "is open at a time: remove the script's, or start the script without the other"
                 )
             self._budget.__enter__()
         except Exception as error:

@@ -130,8 +130,8 @@ class budget:
             share of the run's
             need. The first passes measure it: about three, of one backward each. Until then tensors are evicted only if
             they do not fit the device. A line on stderr gives the budget. `"auto"`: the smallest budget at which a
-            planned pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per
-            cent of the need. `"device"`: the memory that is free on the device when the budget opens, and that of the
+            planned pass is predicted to take at most 1.1 times as long as one without a limit, of 100, 95, 90
+            ... 5 per cent of the need. `"device"`: the memory that is free on the device when the budget opens, and that of the
             tensors that are there already. A twentieth of the device's memory, at least 512 MiB, is left to memory that
             is not torch's. A run that would be out of memory is slower instead.
         device: the device that the budget limits, the CPU or a CUDA device; default the accelerator if there is one,

@@ -28,17 +28,17 @@ DIFFERENT: dict[str, tuple[Entry, ...]] = {
     "op_db": (
         Entry(
             r"op_db-(new_)?empty(_like|_permuted|_strided)?-",
-            "the result is memory that nobody has written, and two plain runs may find the same bytes there",
+            "the result is uninitialized memory, in which two plain runs may find the same bytes",
         ),
         Entry(
             r"op_db-linalg\.lstsq(\.grad_oriented)?-",
-            "LAPACK reads pivots that torch does not initialize (before 2.14), so the bits depend on what memory held before",
+            "LAPACK reads pivots that torch does not initialize (before 2.14), so the bits depend on the earlier contents of memory",
         ),
     ),
     "optim_db": (
         Entry(
             r"SGD-.*_fused-bfloat16\]",
-            "torch's fused SGD leaves momentum in bfloat16 that depends on what memory held before, without memmgr too",
+            "torch's fused SGD leaves momentum in bfloat16 that depends on the earlier contents of memory, without memmgr too",
         ),
     ),
 }

@@ -13,12 +13,15 @@ HEAD = f"""
 
 {MARK}
 
-Suites of other projects run twice: plain, and in a budget from which every tensor is evicted after every op.
-The second run has to have the same outcome, and the same bits in everything that the test compares or differentiates.
-Tolerances of the tests do not count. Of a large suite a fixed share runs (`tests/foreign/suites`). *Begun* leaves out what a test skips by itself.
-*Fail plain* are tests that fail here without memmgr (most want a network, or a package): they are not compared.
-*Vary plain* are tests whose bits differ between two plain runs, and have no other difference.
-*Known* are differences with a reason, which stands below. *Calls* is how many calls had their bits compared.
+Each test of another project's suite runs twice: plain, and in a budget that evicts every tensor after every op. The second run has to
+have the same outcome, and the same bits in everything that the test compares or differentiates. Tolerances of the tests do not count.
+Of a large suite a fixed share runs (`tests/foreign/suites`).
+
+- *Begun*: tests that ran. Tests that skip themselves are not counted.
+- *Fail plain*: tests that fail here without memmgr (most want a network, or a package). They are not compared.
+- *Vary plain*: tests whose bits differ between two plain runs, and that have no other difference.
+- *Known*: tests with a difference that has a reason, listed below. *Different*: with any other.
+- *Calls*: calls whose bits were compared. *Evicted*: tensors that were evicted.
 
 | suite | versions | begun | same | fail plain | vary plain | known | different | calls | evicted |
 |---|---|---|---|---|---|---|---|---|---|

@@ -329,6 +329,16 @@ def test_a_budget_that_cannot_be_opened_ends_the_script(folder: Path, words: lis
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_script_with_a_budget_of_its_own_hears_of_both(folder: Path) -> None:
+    """Its user may have set no variable."""
+    own = "import memmgr, torch\nwith memmgr.budget('8MB', quiet=True):\n    torch.nn.Linear(8, 8)(torch.ones(8))\n"
+    (folder / "own.py").write_text(own)
+    done = memmgr("run", "own.py", cwd=folder)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "the script has opened a budget of its own" in done.stderr and "memmgr run asks for another" in done.stderr
+    assert "MEMMGR_BUDGET is set" not in done.stderr
+
+
 def test_more_on_the_device_than_the_budget_and_a_script_that_tries_again(folder: Path) -> None:
     """As `auto_find_batch_size` does. The second try has the budget too."""
     (folder / "again.py").write_text(

@@ -35,12 +35,12 @@ HEAD = """# Compatibility
 
 <!-- Made by tools/house/compatibility.py: `make compatibility`. -->
 
-Each row is a small training in a process of its own: plain, and in a budget.
-That is {share} % of the way from its floor to what it needs. *Same bits* compares losses and parameters.
-*Left* says how many tensors had to leave for that. Tensors of 512 bytes and more may leave here; yours are larger.
+Each row is a small training in a process of its own: once plain, once in a budget that is {share} % of the way from its floor to
+its need. *Same bits* compares losses and parameters. *Evictions* counts the tensors that were evicted or offloaded in the
+budget. Here tensors of 512 bytes and more can be evicted, by default those of 64 KiB and more.
 Run with memmgr {memmgr}, torch {torch}, Python {python} on the CPU.
 
-| | versions | same bits | peak of budget | left | why not |
+| | versions | same bits | peak of budget | evictions | why not |
 |---|---|---|---|---|---|
 """
 
