@@ -4,7 +4,7 @@
 #include <atomic>
 #include <utility>
 
-#include "base/budget.h"
+#include "base/session.h"
 
 namespace memmgr::pager {
 
@@ -36,9 +36,9 @@ void note_link_locked() {
   static const mm_tier* seen_of = nullptr;  // the tier of the last call
   static mm_tier_stats last{};
   mm_tier_stats now{};
-  mm_tier_stats_get(budget.tier, &now);
+  mm_tier_stats_get(the_session.tier, &now);
   const mm_tier_stats seen = std::exchange(last, now);
-  if (std::exchange(seen_of, budget.tier) != budget.tier || now.written_bytes < seen.written_bytes ||
+  if (std::exchange(seen_of, the_session.tier) != the_session.tier || now.written_bytes < seen.written_bytes ||
       now.read_bytes < seen.read_bytes)
     return;  // another tier
   const uint64_t written = now.written_bytes - seen.written_bytes, read = now.read_bytes - seen.read_bytes;

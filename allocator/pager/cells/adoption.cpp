@@ -2,9 +2,10 @@
 
 #include <c10/core/CPUAllocator.h>
 
-#include "base/budget.h"
 #include "base/clock.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/births.h"
 #include "cells/cell.h"
@@ -20,7 +21,7 @@
 namespace memmgr::pager {
 
 static bool of_pool(const c10::StorageImpl* s) {
-  return budget.pool && pointer_of(s).get_deleter() == budget.pool->deleter();
+  return the_session.pool && pointer_of(s).get_deleter() == the_session.pool->deleter();
 }
 
 // Returns the offset of the bytes in their block.
@@ -30,8 +31,8 @@ static uintptr_t lead_of(const at::DataPtr& p) {
 
 bool adoptable(const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
-  const Pool* pool = budget.pool;
-  if (!p.get() || !pool || budget.forked || p.device().type() != pool->device.type()) return false;
+  const Pool* pool = the_session.pool;
+  if (!p.get() || !pool || forked_child || p.device().type() != pool->device.type()) return false;
   if (!pool->on_host() && p.device().index() != pool->device.index()) return false;
   if (s->sym_nbytes().is_heap_allocated() || s->nbytes() == 0) return false;
   const auto deleter = p.get_deleter();
@@ -42,7 +43,8 @@ bool adoptable(const c10::StorageImpl* s) {
 
 void grows_in_pool(c10::StorageImpl* s) {
   static c10::Allocator* const torchs = c10::GetDefaultCPUAllocator();
-  if (s->allocator() == torchs && budget.pool && budget.pool->on_host()) s->set_allocator(budget.pool->allocator());
+  if (s->allocator() == torchs && the_session.pool && the_session.pool->on_host())
+    s->set_allocator(the_session.pool->allocator());
 }
 
 Cell* (*adopt_mapped)(c10::StorageImpl* s, uint32_t pins) = nullptr;
@@ -68,8 +70,8 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   c->state.store(pins);
   c->nbytes = s->nbytes();
   c->serial = next_serial_locked();
-  c->pool = budget.pool;
-  c->small = !born && c->nbytes < budget.options.small_bytes;
+  c->pool = the_session.pool;
+  c->small = !born && c->nbytes < the_session.options.small_bytes;
   c->outside = !c->small && p.get_deleter() != c->pool->deleter();
   c->storage = WeakStorage::reclaim_copy(s);
   c->version = version_memory().make_locked();
@@ -101,8 +103,8 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   }
   if (c->outside) {
     mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
-    counters.adopted++;
-    counters.adopted_bytes += c->nbytes;
+    the_session.counters.adopted++;
+    the_session.counters.adopted_bytes += c->nbytes;
   }
   return c;
 }

@@ -112,7 +112,7 @@ void forget_moved() {
 
 void Trash::end() {
   for (const mm_slot slot : slots)
-    if (budget.tier) mm_tier_free(budget.tier, slot);
+    if (the_session.tier) mm_tier_free(the_session.tier, slot);
   slots.clear();
   bytes.clear();
   ranges.clear();
@@ -124,7 +124,7 @@ uint64_t serial_of_next_locked() { return next_serial; }
 uint64_t next_serial_locked() { return next_serial++; }
 
 // A hundredth of the budget (rule 5), and room enough for a small model's recipes.
-uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(budget.arena) / 100, 4 << 20); }
+uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(the_session.arena) / 100, 4 << 20); }
 
 bool room_for_kept(uint64_t nbytes) { return recipe_bytes.load() + nbytes < recipe_bytes_limit(); }
 
@@ -205,7 +205,7 @@ void stand_unpinned_locked(Cell* c) {
 }
 
 void count_held_locked(Cell* c) {
-  const bool elsewhere = c->newborn || c->escape != Escape::kNone || (c->root && !may_be_offloaded());
+  const bool elsewhere = c->newborn || c->escape != Escape::kNone || (c->root && !the_session.may_offload());
   const bool counts = c->held > 0 && !c->small && !elsewhere;
   if (counts == c->counted_as_held) return;
   c->counted_as_held = counts;

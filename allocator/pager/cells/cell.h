@@ -3,11 +3,11 @@
 
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/latest.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/file_range.h"
 #include "cells/types.h"
@@ -71,7 +71,7 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
 
 // True: the storage is too small to be paged, or has no bytes: its size is a symbol.
 inline bool is_small(const c10::StorageImpl* s) {
-  return s->sym_nbytes().is_heap_allocated() || s->nbytes() < budget.options.small_bytes;
+  return s->sym_nbytes().is_heap_allocated() || s->nbytes() < the_session.options.small_bytes;
 }
 // ---- the registry ----
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "base/budget.h"
 #include "base/link.h"
+#include "base/session.h"
 
 namespace memmgr::pager {
 
@@ -35,8 +35,8 @@ void cancel_write_locked(Cell* c, Trash* trash) {
 
 void note_moved_locked(Cell* c, bool write) {
   note_link_locked();
-  (write ? counters.offloads : counters.reloads)++;
-  (write ? counters.offload_bytes : counters.reload_bytes) += c->nbytes;
+  (write ? the_session.counters.offloads : the_session.counters.reloads)++;
+  (write ? the_session.counters.offload_bytes : the_session.counters.reload_bytes) += c->nbytes;
   c->moved_bytes += c->nbytes;
 }
 

@@ -4,9 +4,10 @@
 
 #include <unordered_map>
 
-#include "base/budget.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/mapped_areas.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -30,7 +31,7 @@ std::unordered_map<const c10::StorageImpl*, Fixed>& all_fixed() {
 }
 
 Owner owner_of(const void* p, uint64_t nbytes) {
-  if (!budget.pool->on_host()) return Owner::kLibrary;
+  if (!the_session.pool->on_host()) return Owner::kLibrary;
   const Pages middle = look_at_pages(static_cast<const char*>(p) + nbytes / 2, 1);
   if (middle.present && middle.written) return Owner::kLibrary;  // quicker than the look-up of the area
   const Area area = area_around(p);
@@ -42,17 +43,17 @@ Owner owner_of(const void* p, uint64_t nbytes) {
 
 bool may_be_fixed(const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
-  const Pool* pool = budget.pool;
-  if (!pool || budget.forked || !p.get() || s->sym_nbytes().is_heap_allocated()) return false;
+  const Pool* pool = the_session.pool;
+  if (!pool || forked_child || !p.get() || s->sym_nbytes().is_heap_allocated()) return false;
   if (p.device().type() != pool->device.type() || (!pool->on_host() && p.device().index() != pool->device.index()))
     return false;
-  if (s->nbytes() < budget.options.small_bytes || pool->owns(p.get()) || c10::impl::cow::is_cow_data_ptr(p))
+  if (s->nbytes() < the_session.options.small_bytes || pool->owns(p.get()) || c10::impl::cow::is_cow_data_ptr(p))
     return false;
   return !is_counted_as_fixed(s) && !cell_of(s) && !adoptable(s) && !is_part_of_cell(s);
 }
 
 void end_locked(const Fixed& f) {
-  if (takes_room(f.owner)) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(f.nbytes));
+  if (takes_room(f.owner)) mm_arena_add_outside(the_session.arena, -static_cast<int64_t>(f.nbytes));
 }
 
 }  // namespace
@@ -62,7 +63,7 @@ bool takes_room(Owner owner) { return owner != Owner::kMappedFile; }
 void count_fixed(c10::StorageImpl* s, Owner owner) {
   const Hold lock(graph_lock());
   if (!all_fixed().emplace(s, Fixed{WeakStorage::reclaim_copy(s), s->nbytes(), owner}).second) return;
-  if (takes_room(owner)) mm_arena_add_outside(budget.arena, static_cast<int64_t>(s->nbytes()));
+  if (takes_room(owner)) mm_arena_add_outside(the_session.arena, static_cast<int64_t>(s->nbytes()));
 }
 
 std::optional<Owner> owner_of_fixed(const c10::StorageImpl* s) {

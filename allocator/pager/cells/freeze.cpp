@@ -1,7 +1,7 @@
 #include "cells/freeze.h"
 
-#include "base/budget.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell.h"
 
 namespace memmgr::pager {
@@ -22,7 +22,7 @@ void hold_departures(bool begin) {
 
 void stay_in_child() {
   freezes.fetch_add(1);
-  budget.options.torture = false;
+  the_session.options.torture = false;
 }
 
 bool nothing_leaves_locked() { return freezes.load() > 0; }

@@ -1,6 +1,6 @@
 #include "cells/stream_order.h"
 
-#include "base/budget.h"
+#include "base/session.h"
 #include "cells/cell.h"
 
 namespace memmgr::pager {
@@ -24,8 +24,9 @@ Unmarked& unmarked() {
 
 void mark_stream() {
   unmarked() = {};
-  const bool limited = budget.tier && mm_arena_budget(budget.arena) < MM_UNLIMITED;  // otherwise no cell is evicted
-  if (limited) mm_device_mark(budget.pool->queue(), budget.pool->stream());
+  const bool limited =
+      the_session.tier && mm_arena_budget(the_session.arena) < MM_UNLIMITED;  // otherwise no cell is evicted
+  if (limited) mm_device_mark(the_session.pool->queue(), the_session.pool->stream());
 }
 
 void use_queued(Cell* c) {

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "base/budget.h"
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell_bytes.h"
 #include "cells/copies.h"
 #include "cells/stream_order.h"
@@ -65,7 +65,7 @@ void lend_bytes_locked(Version* v, at::DataPtr bytes) {
   Cell* c = cell_memory().make_locked();
   c->nbytes = v->nbytes;
   c->small = c->nbytes < least_born_bytes.load(std::memory_order_relaxed);
-  c->pool = budget.pool;
+  c->pool = the_session.pool;
   if (queues) c->filled_on = c->pool->stream();
   c->bytes = std::move(bytes);
   note_home(c);
@@ -157,10 +157,10 @@ void settle_before_write(Cell* c) {
     if (queues) copy->filled_on = copy->pool->stream();
     note_home(copy);
   } catch (const c10::OutOfMemoryError&) {  // the op's pins leave no room for a copy: the tier gets it
-    const bool below = may_be_offloaded() && !c->small && c->pool->on_host();
-    if (below) copy->slot = mm_tier_write_now(budget.tier, c->bytes.get(), c->nbytes);
+    const bool below = the_session.may_offload() && !c->small && c->pool->on_host();
+    if (below) copy->slot = mm_tier_write_now(the_session.tier, c->bytes.get(), c->nbytes);
     if (copy->slot < 0) {
-      if (below) note_tier_error(static_cast<int>(-copy->slot));
+      if (below) the_session.note_tier_error(static_cast<int>(-copy->slot));
       end_unused(copy);
       throw;
     }
@@ -170,7 +170,7 @@ void settle_before_write(Cell* c) {
     end_unused(copy);
     throw;
   }
-  counters.copies_before_write++;
+  the_session.counters.copies_before_write++;
   Trash trash;
   const Hold lock(graph_lock());
   Version* v = c->version;
@@ -205,7 +205,7 @@ void begin_new_version(Cell* c) {
 }
 
 void drop_slot(Cell* c) {
-  if (!budget.tier) return;
+  if (!the_session.tier) return;
   Trash trash;
   const Hold lock(graph_lock());
   cancel_write_locked(c, &trash);

@@ -8,10 +8,10 @@
 #include <chrono>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/gil.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "concurrency/python_threads.h"
 
@@ -41,9 +41,9 @@ Admission& admission() {
 
 bool fits(uint64_t running) {
   const uint64_t bytes = running & (kOneOp - 1);
-  const uint64_t limit = mm_arena_budget(budget.arena);
+  const uint64_t limit = mm_arena_budget(the_session.arena);
   if (limit == MM_UNLIMITED) return true;
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
+  const uint64_t all = mm_arena_resident(the_session.arena), paged = resident_cell_bytes.load();
   const uint64_t fixed = all - std::min(all, paged);
   return bytes + fixed <= limit;
 }
@@ -86,7 +86,7 @@ void Admitted::wait_for_admission(bool alone) {
     return false;
   };
   if (C10_LIKELY(may_run())) return;
-  counters.admission_waits++;
+  the_session.counters.admission_waits++;
   WithoutGil released;
   Hold lock(a.lock);
   a.waiting++;

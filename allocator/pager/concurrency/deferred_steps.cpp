@@ -15,9 +15,9 @@
 #include <thread>
 #include <unordered_map>
 
-#include "base/budget.h"
 #include "base/gil.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
 #include "cells/stream_order.h"
@@ -188,7 +188,7 @@ void finish(const SlicePtr& slice, bool quietly = false) {
 
 // Orders this thread's work after the slices: they are on its stream, or the CPU waits for them.
 void come_after_slices() {
-  if (queues && budget.pool->stream() != budget.pool->opened_on()) settle_late_slices();
+  if (queues && the_session.pool->stream() != the_session.pool->opened_on()) settle_late_slices();
 }
 
 void finish_each(const c10::SmallVector<SlicePtr, 4>& slices) {
@@ -220,11 +220,11 @@ void finish_of(const What& what) {
 
 // Returns true if every reader of the bytes is an op or a guarded reader. A holder of an address has a pin, too.
 bool is_watched(const c10::StorageImpl* s) {
-  if (!s->device().is_cpu() && s->device() != budget.pool->device) return false;
+  if (!s->device().is_cpu() && s->device() != the_session.pool->device) return false;
   const Hold lock(graph_lock());
   if (const Cell* c = cell_of(s)) return (c->state.load() & kPinMask) == 0;
   const auto deleter = pointer_of(s).get_deleter();
-  return deleter == budget.pool->deleter() || deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
+  return deleter == the_session.pool->deleter() || deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
 }
 
 }  // namespace
@@ -237,7 +237,7 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
   }
   if (storages.empty()) return false;
   if (queues) {
-    const c10::Device device = budget.pool->device;
+    const c10::Device device = the_session.pool->device;
     slice->stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
   }
   for (;;) {  // other threads may add slices while these end
@@ -245,13 +245,14 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
     {
       const Hold lock(pending().lock);
       if (!pending().may_wait) return false;
-      if (queues && (several_streams.load() || budget.pool->stream() != budget.pool->opened_on())) return false;
+      if (queues && (several_streams.load() || the_session.pool->stream() != the_session.pool->opened_on()))
+        return false;
       for (const auto& [s, n] : slice->tensors) collect_locked(s, &before);
       if (before.empty()) {
         Py_INCREF(run);
         slice->run = run;
         for (const auto& [s, n] : slice->tensors) pending().of_storage.emplace(s, slice);
-        counters.pending_slices++;
+        the_session.counters.pending_slices++;
         pending_slices++;
         return true;
       }
@@ -310,7 +311,7 @@ void finish_all_pending(bool quietly) {
 void settle_late_slices() {
   const uint64_t queued = pending().queued.load();
   if (C10_LIKELY(queued == pending().settled.load()) || !rule_holds(kRuleLate)) return;
-  budget.pool->settle();
+  the_session.pool->settle();
   pending().settled = queued;  // a smaller value from another thread costs one more wait
 }
 

@@ -9,13 +9,14 @@
 #include <cstring>
 #include <exception>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/errors.h"
+#include "base/forked_child.h"
 #include "base/kernel_slots.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
@@ -126,7 +127,7 @@ void compare_before_values_show(const torch::jit::Stack& stack, size_t returns) 
       return end_comparisons_that_are_there();
 }
 
-uint64_t room_for_states() { return mm_arena_budget(budget.arena) / 4 * 3; }
+uint64_t room_for_states() { return mm_arena_budget(the_session.arena) / 4 * 3; }
 
 // Measures the pager's own time in one outermost op of a thread in 64: without the op's, and without waits.
 class OwnTime {
@@ -135,14 +136,14 @@ class OwnTime {
     static thread_local uint32_t ops = 0;
     if (C10_LIKELY(!outermost || ++ops % kEvery != 0)) return;
     waited_ = waited_ns();
-    trials_ = counters.trials.load(std::memory_order_relaxed);
+    trials_ = the_session.counters.trials.load(std::memory_order_relaxed);
     begun_ = ticks();
   }
   ~OwnTime() {
-    if (C10_LIKELY(!begun_) || counters.trials.load(std::memory_order_relaxed) != trials_) return;
+    if (C10_LIKELY(!begun_) || the_session.counters.trials.load(std::memory_order_relaxed) != trials_) return;
     const double spent =
         seconds_of_ticks(ticks() - begun_) - op_seconds - 1e-9 * static_cast<double>(waited_ns() - waited_);
-    if (spent > 0) counters.own_ns += static_cast<uint64_t>(spent * 1e9 * kEvery);
+    if (spent > 0) the_session.counters.own_ns += static_cast<uint64_t>(spent * 1e9 * kEvery);
   }
   OwnTime(const OwnTime&) = delete;
   OwnTime& operator=(const OwnTime&) = delete;
@@ -214,7 +215,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     Call call(op, info, below, stack, old);
     const bool newborns_before = kept.there && others_have_newborns();  // a newborn that ends from now on frees room
     try {
-      if (depth.outermost() && !budget.forked) admitted.emplace(need, alone, info->kind == OpClass::kForeign);
+      if (depth.outermost() && !forked_child) admitted.emplace(need, alone, info->kind == OpClass::kForeign);
       call.run(frame, depth.outermost(), &kept);
       own.op_seconds = call.seconds;
       if (C10_UNLIKELY(moment != nullptr))
@@ -228,12 +229,12 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
         throw;
       }
       alone = true;
-      counters.retries++;
+      the_session.counters.retries++;
     } catch (const c10::Error& e) {
       call.give_up();
       if (!kept.there || attempt >= 16 || call.began_writes || call.drew || !bring_back_trapped(e.what(), &extra))
         throw;
-      counters.trap_retries++;
+      the_session.counters.trap_retries++;
     } catch (...) {
       call.give_up();
       throw;
@@ -249,10 +250,10 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   // An optimizer's new states have no bytes until their first touch, if room is short. Otherwise this gains nothing.
-  const bool unborn = info->fills && tl_making_states && mm_arena_resident(budget.arena) > room_for_states();
-  if (C10_UNLIKELY((budget.options.torture || unborn) && depth.outermost())) {
+  const bool unborn = info->fills && tl_making_states && mm_arena_resident(the_session.arena) > room_for_states();
+  if (C10_UNLIKELY((the_session.options.torture || unborn) && depth.outermost())) {
     extra.reset();
-    send_away(&frame, budget.options.torture);
+    send_away(&frame, the_session.options.torture);
   }
 }
 
@@ -336,7 +337,7 @@ C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInf
 void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
   const bool all = info->reads_raw == RawReads::kAll;
-  const bool lists = info->reads_raw == RawReads::kWeights && !budget.pool->on_host();
+  const bool lists = info->reads_raw == RawReads::kWeights && !the_session.pool->on_host();
   for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i) {
     const c10::IValue& v = stack[i];
     const bool read = v.isTensor()
@@ -354,9 +355,9 @@ template <c10::DispatchKey backend>
 void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   Frame read;
   std::optional<InKernel> inside;
-  if (budget.open.load(std::memory_order_relaxed)) inside.emplace();
+  if (the_session.open.load(std::memory_order_relaxed)) inside.emplace();
   std::optional<ForeignScope> scope;
-  if (inside && budget.open.load(std::memory_order_acquire) && tl_regions == 0) {
+  if (inside && the_session.open.load(std::memory_order_acquire) && tl_regions == 0) {
     OpInfo* info = info_of(op);
     finish_pending(op, info, *stack);
     pin_for_reader(read, info, *stack);
@@ -472,10 +473,10 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, keys, stack);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
+  const bool done_in_child = forked_child.load(std::memory_order_relaxed) && absent_cells.load() == 0;
   std::optional<InKernel> inside;
-  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || done_in_child)) {
+  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || done_in_child)) {
     inside.reset();
     let_callbacks_rest(false);
     call_below(op, below, stack);

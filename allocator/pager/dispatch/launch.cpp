@@ -11,13 +11,14 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/constants.h"
 #include "base/errors.h"
+#include "base/forked_child.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
@@ -86,7 +87,7 @@ class LaunchRecording {
   LaunchRecording(const Kernel& kernel, bool outermost)
       : kernel_(kernel),
         on_(tl_compiled_forward && outermost && kernel.info->function.load(std::memory_order_relaxed) && !tl_foreign &&
-            !budget.forked && !captures.load()) {}
+            !forked_child && !captures.load()) {}
 
   // Reads the arguments, before their tensors are touched. The bytes that the kernel writes over belong to versions.
   // The GIL is held.
@@ -96,7 +97,7 @@ class LaunchRecording {
     for (const KernelArgument& a : arguments_) {
       if (!on_ || !a.written) continue;
       c10::StorageImpl* s = a.tensor->unsafe_storage().unsafeGetStorageImpl();
-      if (!cell_of(s) && s->nbytes() < budget.options.small_bytes && adoptable(s)) adopt(s);
+      if (!cell_of(s) && s->nbytes() < the_session.options.small_bytes && adoptable(s)) adopt(s);
     }
   }
 
@@ -190,7 +191,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
   for (int pauses = 0;;) {
     const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
     try {
-      if (outermost && !budget.forked) admitted->emplace(frame->bytes(), alone);
+      if (outermost && !forked_child) admitted->emplace(frame->bytes(), alone);
       std::optional<WithoutGil> released;
       for (const Touched& t : frame->cells())
         if (C10_UNLIKELY(!t.cell->resident()) && !released) released.emplace();
@@ -203,7 +204,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
       const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
       if (last || !outermost) throw;
       alone = true;
-      counters.retries++;
+      the_session.counters.retries++;
     }
     frame->release();
     admitted->reset();
@@ -239,7 +240,7 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
   if (C10_UNLIKELY(moment != nullptr)) moment->ended(kernel.info, nullptr, 0, seconds, 0);
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
-  if (C10_UNLIKELY(budget.options.torture) && depth.outermost()) send_away(&frame, true);
+  if (C10_UNLIKELY(the_session.options.torture) && depth.outermost()) send_away(&frame, true);
   return result;
 }
 
@@ -260,9 +261,9 @@ PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
 PyObject* launch(PyObject* self, PyObject* args) {
   const Kernel& kernel = kernels().find(PyModule_GetDef(self)->m_methods)->second;
   std::optional<InKernel> inside;
-  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
   // In a region the kernel's tensors are pinned already.
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0)) {
+  if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0)) {
     inside.reset();
     return run_kernel(kernel, self, args);
   }
@@ -306,7 +307,7 @@ PyObject* allocate_or_wait(PyObject* self, PyObject* args) {
     if (C10_LIKELY(made) || !python_found_no_room() || tl_depth > 0 || pauses == kMostPauses) return made;
     if (!others && !others_have_newborns()) return nullptr;
     PyErr_Clear();
-    counters.retries++;
+    the_session.counters.retries++;
     const WithoutGil released;
     wait_for_others(kPauseSeconds);
   }
@@ -330,9 +331,9 @@ void begin_buffer(c10::StorageImpl* s) {
 // Replaces the function that allocates buffers while a budget is open.
 PyObject* allocate(PyObject* self, PyObject* args) {
   std::optional<InKernel> inside;
-  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
   // The buffers of a region are pinned as a whole, and C++ may write to them unseen.
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0 || tl_foreign)) {
+  if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0 || tl_foreign)) {
     inside.reset();
     return buffers().original(self, args);
   }

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -93,7 +93,7 @@ struct Given {
     const Cell* c = cell_of(s);
     if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
     if (c && !c->small) cells.push_back(StoragePtr::reclaim_copy(s));
-    if (!c && adoptable(s) && s->nbytes() >= budget.options.small_bytes) unmanaged += rounded(s->nbytes());
+    if (!c && adoptable(s) && s->nbytes() >= the_session.options.small_bytes) unmanaged += rounded(s->nbytes());
   }
 
  private:

@@ -8,11 +8,12 @@
 #include <algorithm>
 #include <optional>
 
-#include "base/budget.h"
 #include "base/clock.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/refusal.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/share.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
@@ -51,7 +52,7 @@ void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<
 
 OldStorages::OldStorages(const OpInfo* info, const c10::IValue* args, size_t n) {
   // Foreign code may return a storage from before the call that is no argument.
-  known_ = least_born_bytes.load(std::memory_order_relaxed) < budget.options.small_bytes &&
+  known_ = least_born_bytes.load(std::memory_order_relaxed) < the_session.options.small_bytes &&
            (info->kind == OpClass::kOrdinary || info->kind == OpClass::kMetadata);
   if (C10_LIKELY(!known_)) return;
   const auto add = [&](const c10::StorageImpl* s) { all_.push_back(s); };
@@ -65,7 +66,7 @@ bool OldStorages::is_new(const c10::StorageImpl* s) const {
 bool newly_large(const c10::StorageImpl* s, const OldStorages& old) {
   // A mapped storage was an argument that found no room.
   if (!s || cell_of(s) || s->sym_nbytes().is_heap_allocated() || !adoptable(s) || is_mapped(s)) return false;
-  return s->nbytes() >= budget.options.small_bytes ||
+  return s->nbytes() >= the_session.options.small_bytes ||
          (s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) && old.is_new(s));
 }
 
@@ -96,7 +97,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const c10::IValue* args = stack_->data() + stack_->size() - n;
   frame.pin_all();
   // The touched cells are pinned until the op has ended, so no thread's reclaim evicts them.
-  if (records(info_) && !tl_foreign && !budget.forked && !captures.load() &&
+  if (records(info_) && !tl_foreign && !forked_child && !captures.load() &&
       (frame.bytes() > 0 || may_make_large(info_, args, n)))
     record(args, n);
   if (frame.writes()) {
@@ -151,7 +152,7 @@ void Call::note_scratch(uint64_t bytes) {
 }
 
 bool Call::may_try_in_place() const {
-  if (!kept_ || !kept_->there || is_measuring_run() || info_->writes || info_->seeded || !budget.pool->on_host())
+  if (!kept_ || !kept_->there || is_measuring_run() || info_->writes || info_->seeded || !the_session.pool->on_host())
     return false;
   if (recording_.recipe()->kind->only_beside.load(std::memory_order_relaxed)) return false;
   for (const Cell* c : made)

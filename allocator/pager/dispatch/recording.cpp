@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "base/refusal.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "pools/pool.h"
 #include "pools/stream_rules.h"
@@ -15,11 +15,11 @@
 
 namespace memmgr::pager {
 
-bool is_measuring_run() { return mm_arena_budget(budget.arena) >= MM_UNLIMITED && !budget.options.torture; }
+bool is_measuring_run() { return mm_arena_budget(the_session.arena) >= MM_UNLIMITED && !the_session.options.torture; }
 
 bool has_room_for_check(uint64_t bytes) {
-  return mm_arena_resident(budget.arena) + bytes <=
-         (is_measuring_run() ? most_resident.load(std::memory_order_relaxed) : mm_arena_budget(budget.arena));
+  return mm_arena_resident(the_session.arena) + bytes <=
+         (is_measuring_run() ? most_resident.load(std::memory_order_relaxed) : mm_arena_budget(the_session.arena));
 }
 
 bool interrupts(const std::exception& e) {
@@ -68,7 +68,7 @@ void Recording::note_run(double seconds) {
 
 void Recording::end_check(bool same, c10::ArrayRef<c10::StorageImpl*> made) {
   Kind* kind = recipe_->kind;
-  if (same && made.size() == 1 && made[0] && budget.pool->on_host()) {
+  if (same && made.size() == 1 && made[0] && the_session.pool->on_host()) {
     mm_bits bits{};
     kind->bits_bytes = mm_bits_pack(pointer_of(made[0]).get(), made[0]->nbytes(), &bits);
     if (kind->bits_bytes) mm_bits_free(&bits);

@@ -11,10 +11,11 @@
 #include <type_traits>
 #include <vector>
 
-#include "base/budget.h"
+#include "base/forked_child.h"
 #include "base/kernel_slots.h"
 #include "base/refusal.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -100,7 +101,7 @@ bool is_large(const std::tuple<T...>& all) {
 bool tensors_decide(const OpInfo* info, c10::DispatchKeySet keys) {
   const auto any = [](const auto& count) { return count.load(std::memory_order_relaxed) != 0; };
   if (C10_UNLIKELY(any(queues) || any(listeners) || any(pending_slices) || any(captures))) return false;
-  if (C10_UNLIKELY(any(budget.forked) || any(reducers_listening) || any_ranges() || works_in_flight())) return false;
+  if (C10_UNLIKELY(any(forked_child) || any(reducers_listening) || any_ranges() || works_in_flight())) return false;
   return !NestedOp::is_one(info, keys) && !keys.has(c10::DispatchKey::Python) && tl_regions == 0 && !tl_foreign;
 }
 
@@ -112,9 +113,9 @@ struct Typed<Op, R(A...)> {
   static R call(c10::DispatchKeySet keys, A... args) {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static OpInfo* const info = info_of(op);
-    if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) {
+    if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) {
       InKernel inside;
-      if (C10_LIKELY(budget.open.load(std::memory_order_acquire)) && tensors_decide(info, keys)) {
+      if (C10_LIKELY(the_session.open.load(std::memory_order_acquire)) && tensors_decide(info, keys)) {
         const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
         if (info->kind == OpClass::kView ? is_strided(args...)
                                          : info->kind == OpClass::kOrdinary && (passes(args) && ...)) {

@@ -3,8 +3,8 @@
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "base/budget.h"
 #include "base/errors.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
@@ -34,7 +34,7 @@ Export exports[] = {{"_to_dlpack", &exported<0>}, {"_to_dlpack_versioned", &expo
 // Returns false with Python's error set.
 bool escape_first(PyObject* args) {
   PyObject* o = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : nullptr;
-  if (!o || !budget.open || !THPVariable_Check(o)) return true;
+  if (!o || !the_session.open || !THPVariable_Check(o)) return true;
   const at::Tensor& t = THPVariable_Unpack(o);
   if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return true;
   const auto s = StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());

@@ -3,11 +3,11 @@
 #include <unordered_set>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/errors.h"
 #include "base/lock.h"
 #include "base/refusal.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -37,7 +37,7 @@ void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
   if (reinterpret_cast<PinObject*>(self)->region) {
     --tl_regions;
-    if (budget.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
+    if (the_session.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
   }
   if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
   if (reinterpret_cast<PinObject*>(self)->held) {
@@ -70,7 +70,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
   self->region = self->reader = self->held = false;
   PyObject* result = guarded([&]() -> PyObject* {
-    if (queues && budget.open) note_stream();  // the reader may queue no op
+    if (queues && the_session.open) note_stream();  // the reader may queue no op
     for (const StoragePtr& s : storages) finish_pending_of(s.get());
     PyThreadState* saved = PyEval_SaveThread();
     size_t next = 0;
@@ -78,9 +78,9 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
       for (StoragePtr& s : storages) {
         ++next;
         Cell* c = cell_of(s.get());
-        if (!c && budget.open && written) grows_in_pool(s.get());
-        if (!c && budget.open && adoptable(s.get())) {
-          if (written || s->nbytes() >= budget.options.small_bytes)
+        if (!c && the_session.open && written) grows_in_pool(s.get());
+        if (!c && the_session.open && adoptable(s.get())) {
+          if (written || s->nbytes() >= the_session.options.small_bytes)
             c = hardly ? adopt_if_room(s.get(), tl_depth == 0) : adopt_in_budget(s.get(), tl_depth == 0);
           else
             share_mapping(s.get());

@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "guards/extension_ops.h"
 
@@ -22,7 +22,7 @@ using Interface = at::impl::VariableHooksInterface;
 
 struct GuardedHook {
   TensorBase operator()(const TensorBase& gradient) const {
-    if (!budget.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return hook(gradient);
+    if (!the_session.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return hook(gradient);
     ForeignCall call;
     if (gradient.defined()) call.frame.tensor(gradient.unsafeGetTensorImpl(), true);
     call.begin();

@@ -2,9 +2,9 @@
 
 #include <ATen/Parallel.h>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
@@ -41,7 +41,7 @@ void escape(Cell* c, Escape why) {
       stand_pinned_locked(c);
       escaped_bytes += c->nbytes;
       count_held_locked(c);
-      counters.escapes++;
+      the_session.counters.escapes++;
     }
   }
   unpin(c);
@@ -49,7 +49,7 @@ void escape(Cell* c, Escape why) {
 
 void foreign_write(c10::StorageImpl* s) {
   Cell* c = cell_of(s);
-  if (!c || !budget.open.load() || c->newborn || c->escape != Escape::kNone) return;
+  if (!c || !the_session.open.load() || c->newborn || c->escape != Escape::kNone) return;
   const bool called = tl_depth > 0 || tl_readers > 0 || tl_regions > 0;
   if (c->state.load() & kPinMask) {
     // If this thread is in an op, a reader or a region, the pin counts as theirs, and their writes are declared. A
@@ -60,7 +60,7 @@ void foreign_write(c10::StorageImpl* s) {
     return;
   }
   finish_pending_of(s);
-  counters.foreign_writes++;
+  the_session.counters.foreign_writes++;
   escape(c, Escape::kForeignWrite);
 }
 

@@ -11,12 +11,12 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/errors.h"
 #include "base/lock.h"
 #include "base/private_member.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "cells/lifetime.h"
 #include "cells/version.h"
@@ -161,7 +161,7 @@ PyObject* call_guarded(PyObject* self, Visit&& visit, Call&& call) {
     return nullptr;
   }
   void* original = reinterpret_cast<void*>(found->second.original);
-  if (!budget.open.load()) return call(original);
+  if (!the_session.open.load()) return call(original);
   std::vector<StoragePtr> storages;
   visit(&storages);
   return call_with(std::move(storages), [&] { return call(original); });
@@ -269,7 +269,7 @@ bool guard_function(PyObject* function, Libraries* libraries) {
 
 PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs) {
   std::vector<StoragePtr> storages;
-  if (budget.open.load()) {
+  if (the_session.open.load()) {
     collect(args, &storages);
     collect(kwargs, &storages);
   }
@@ -304,7 +304,7 @@ std::unordered_set<c10::OperatorName>& shown_ops() {
 }
 
 std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunction& fn) {
-  if (!budget.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return nullptr;
+  if (!the_session.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return nullptr;
   std::vector<torch::autograd::SavedVariable>* saved = nullptr;
   if (fn.scope() == at::RecordScope::BACKWARD_FUNCTION) {
     const auto node = torch::autograd::get_current_node();

@@ -2,7 +2,7 @@
 
 #include <optional>
 
-#include "base/budget.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
@@ -19,7 +19,8 @@ namespace memmgr::pager {
 
 Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
   const uint64_t nbytes = s->nbytes();
-  if (pointer_of(s).get_deleter() == budget.pool->deleter() || nbytes < budget.options.small_bytes) return adopt(s);
+  if (pointer_of(s).get_deleter() == the_session.pool->deleter() || nbytes < the_session.options.small_bytes)
+    return adopt(s);
   Cell* made = nullptr;
   with_room(nbytes, may_wait, [&] { made = adopt(s); });
   return made;
@@ -41,12 +42,12 @@ void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
   for (int pauses = 0;;) {
     const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
     {
-      const Promised promised(budget.arena, nbytes);  // otherwise another thread would take the room
+      const Promised promised(the_session.arena, nbytes);  // otherwise another thread would take the room
       bool may_leave = true;
       for (int i = 0; may_leave; ++i) {
-        const uint64_t shortage = mm_arena_shortage(budget.arena);
+        const uint64_t shortage = mm_arena_shortage(the_session.arena);
         if (shortage == 0) return take();
-        may_leave = reclaim_callback(budget.pool, shortage, nbytes, i);
+        may_leave = reclaim_callback(the_session.pool, shortage, nbytes, i);
       }
     }
     if (!may_wait || (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))))

@@ -2,10 +2,10 @@
 
 #include <vector>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
@@ -41,7 +41,9 @@ static void set_asker(std::atomic<bool>& flag, bool on) {
 }
 
 void note_stream() {
-  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || budget.pool->stream() == budget.pool->opened_on()) return;
+  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) ||
+      the_session.pool->stream() == the_session.pool->opened_on())
+    return;
   if (tl_running_recipes > 0) return;  // the recipe's op came through here when it ran first
   if (!several_streams.load()) set_asker(several_streams, true);
   finish_all_pending(true);

@@ -6,9 +6,9 @@
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -88,7 +88,7 @@ void Frame::pin_all() {
   try {
     for (const Touched& t : cells_) bring_back(t.cell);
   } catch (const c10::OutOfMemoryError&) {
-    if (!budget.tier_writes || !one_by_one()) throw;
+    if (!the_session.tier_writes || !one_by_one()) throw;
   }
 }
 

@@ -14,11 +14,11 @@
 #include <thread>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
@@ -59,11 +59,12 @@ std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
 }
 
 std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&) {
-  if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
+  if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !the_session.open.load())
+    return nullptr;
   if (at::in_parallel_region()) return nullptr;  // a part of an op that another thread runs
   if (is_backends_thread()) return nullptr;
   see_this_thread(true);
-  counters.unseen_ops++;
+  the_session.counters.unseen_ops++;
   finish_all_pending(true);
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
@@ -76,7 +77,8 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   for (const bool away : {false, true})
     for (auto& [c, s] : all) {
       if (c->resident() == away) continue;
-      if (away && mm_arena_resident(budget.arena) + c->nbytes + largest > mm_arena_budget(budget.arena)) continue;
+      if (away && mm_arena_resident(the_session.arena) + c->nbytes + largest > mm_arena_budget(the_session.arena))
+        continue;
       pin(c, ticks());
       try {
         bring_back(c);

@@ -15,9 +15,9 @@ constexpr uint64_t kSharesOfBudget = 8;
 constexpr uint64_t kUnlimitedSlice = 64 << 20;  // also in a measuring run, whose floor would otherwise be a whole list
 
 uint64_t slice_bytes() {
-  if (budget.options.slice_bytes) return budget.options.slice_bytes;
-  if (budget.options.torture) return 1;  // every index is a slice
-  const uint64_t limit = mm_arena_budget(budget.arena);
+  if (the_session.options.slice_bytes) return the_session.options.slice_bytes;
+  if (the_session.options.torture) return 1;  // every index is a slice
+  const uint64_t limit = mm_arena_budget(the_session.arena);
   return limit >= MM_UNLIMITED ? kUnlimitedSlice : limit / kSharesOfBudget;
 }
 
@@ -110,7 +110,7 @@ static std::vector<uint64_t> bytes_by_index(const OpInfo* info, const torch::jit
 
 static bool all_alike(const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->op.schema().arguments().size();
-  return budget.pool->on_host() || all_plain(stack.data() + stack.size() - n, n);
+  return the_session.pool->on_host() || all_plain(stack.data() + stack.size() - n, n);
 }
 
 std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {

@@ -5,7 +5,7 @@
 
 #include <ATen/core/stack.h>
 
-#include "base/budget.h"
+#include "base/session.h"
 #include "base/share.h"
 #include "ops/op_info.h"
 
@@ -42,7 +42,7 @@ bool run_in_slices(const OpInfo* info, torch::jit::Stack* stack, Call&& call) {
   const size_t n = info->op.schema().arguments().size(), base = stack->size() - n;
   std::vector<c10::impl::GenericList> results;
   for (size_t k = 0; k + 1 < at.size(); ++k) {
-    counters.slices++;
+    the_session.counters.slices++;
     torch::jit::Stack slice = slice_of(stack->data() + base, n, at[k], at[k + 1]);
     call(&slice);
     for (size_t i = 0; i < slice.size(); ++i) {

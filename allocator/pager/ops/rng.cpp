@@ -5,9 +5,9 @@
 
 #include <cstring>
 
-#include "base/budget.h"
 #include "base/gil.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "pools/pool.h"
 #include "pools/stream_rules.h"
 
@@ -52,7 +52,7 @@ const char* overload_with_generator(const c10::OperatorName& name) {
   return nullptr;
 }
 
-bool on_cuda() { return queues && budget.pool->device.type() == c10::kCUDA; }
+bool on_cuda() { return queues && the_session.pool->device.type() == c10::kCUDA; }
 
 Variant way_of(const OpInfo* info) {
   if (info->generator >= 0) return Variant::kArgument;
@@ -78,7 +78,7 @@ bool can_draw_again(const OpInfo* info) { return way_of(info) != Variant::kNone;
 
 // Returns the managed device's generator. Test devices draw from the CPU's.
 static at::Generator default_generator() {
-  if (on_cuda()) return at::globalContext().defaultGenerator(budget.pool->device);
+  if (on_cuda()) return at::globalContext().defaultGenerator(the_session.pool->device);
   return at::detail::getDefaultCPUGenerator();
 }
 

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/copies.h"
@@ -171,15 +171,15 @@ static void write_behind() {
   constexpr size_t kMostWrites = 4;
   const Hold lock(graph_lock());
   const TurnOrder& o = turn_order();
-  if (!o.applies() || !may_be_offloaded()) return;
+  if (!o.applies() || !the_session.may_offload()) return;
   for (uint32_t back = 0; back < std::min(kLooks, o.count()) && writes_under_way().size() < kMostWrites; ++back)
     if (Cell* c = o.before(back); c && o.places_until(c) > o.count() / 4 && c->resident()) begin_write_locked(c);
 }
 
 void read_in_order() {
-  if (absent_cells.load(std::memory_order_relaxed) == 0 || !budget.options.prefetch) return;
+  if (absent_cells.load(std::memory_order_relaxed) == 0 || !the_session.options.prefetch) return;
   write_behind();
-  const uint64_t most = mm_arena_budget(budget.arena) / kShareAhead;
+  const uint64_t most = mm_arena_budget(the_session.arena) / kShareAhead;
   uint64_t ahead = 0;
   for (uint32_t places = 1;; ++places) {
     Cell* c;

@@ -5,10 +5,10 @@
 #include <list>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
@@ -95,7 +95,7 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
 // A period begins with these places, or goes on without any.
 void follow_places_locked(Follower& f, std::shared_ptr<mm_places> places) {
   if (!places && !f.places) return;
-  if (budget.arena) mm_arena_follow(budget.arena, places.get());
+  if (the_session.arena) mm_arena_follow(the_session.arena, places.get());
   f.places = std::move(places);
 }
 
@@ -149,7 +149,7 @@ void end_group() {
 // one.
 std::deque<Going>::iterator place_of_locked(Follower& f, uint64_t request) {
   const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
-  if (request < budget.options.small_bytes) return f.going.begin();
+  if (request < the_session.options.small_bytes) return f.going.begin();
   const auto found = std::find_if(f.going.begin(), end, [&](const Going& g) {
     const Cell* c = turn_of(f, g.ordinal) == g.turn ? cell_locked(f, g.ordinal) : nullptr;
     return c && rounded(c->nbytes) == rounded(request) && c->state.load(std::memory_order_relaxed) == 0 &&
@@ -282,8 +282,8 @@ static const bool lets_planned_go =
 
 void add_plan(FollowedPlan plan) {
   if (queues)
-    plan.places =
-        std::shared_ptr<mm_places>(mm_places_make(), [arena = budget.arena](mm_places* p) { mm_places_end(arena, p); });
+    plan.places = std::shared_ptr<mm_places>(mm_places_make(),
+                                             [arena = the_session.arena](mm_places* p) { mm_places_end(arena, p); });
   const Hold lock(graph_lock());
   Follower& f = follower();
   for (const FollowedPlan& p : f.plans)
@@ -310,7 +310,7 @@ void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   if (f.plans.empty() || (f.decided && !f.leads)) return;
   const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
   if (f.leads && fits(*f.leads)) {
-    if (f.places) mm_arena_at(budget.arena, position);
+    if (f.places) mm_arena_at(the_session.arena, position);
     return;
   }
   auto found =
@@ -449,10 +449,10 @@ Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t pass
   }
   end_kept_ghosts();
   if (result.to_the_end) {
-    counters.planned_periods += passes;
-    if (result.ran_short) counters.short_periods++;
+    the_session.counters.planned_periods += passes;
+    if (result.ran_short) the_session.counters.short_periods++;
   } else if (result.left.plan) {
-    counters.left_periods += passes;
+    the_session.counters.left_periods += passes;
   }
   return result;
 }

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "base/budget.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "residency/reclaim.h"
 #include "residency/transfer.h"
@@ -162,7 +162,7 @@ void end_turn(LoopTurn turn) {
   const Followed followed = end_following(ended.hash(), ended.before, ended.ops.size());
   poll_transfers();
   if (!turn.whole || ended.overflow || ended.before != ended.hash()) return;
-  counters.loop_turns++;
+  the_session.counters.loop_turns++;
   Told& t = told();
   {
     const Hold lock(t.lock);

@@ -2,9 +2,9 @@
 
 #include <optional>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "plan/access_order.h"
 #include "plan/follow.h"
@@ -159,7 +159,7 @@ void seek_loops(bool on) {
   forget_order_locked();
   use_order_locked(false);
   if (on) begin_wait_for_loop();
-  if (on && counters.evictions.load() + counters.offloads.load() > 0) timeline_on = true;
+  if (on && the_session.counters.evictions.load() + the_session.counters.offloads.load() > 0) timeline_on = true;
 }
 
 static const ListensToCells forgets_beginnings({nullptr, [](Cell* c) { seeker().forget(c); }});

@@ -4,10 +4,10 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/lock.h"
 #include "base/module_of_op.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "pools/pool.h"
 #include "pools/scratch.h"
@@ -62,7 +62,7 @@ constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
 uint32_t timed_periods = 0;  // under the graph's lock
 
 void time_ops_locked(Period& p, bool noted) {
-  mm_device* device = noted && budget.pool ? budget.pool->queue() : nullptr;
+  mm_device* device = noted && the_session.pool ? the_session.pool->queue() : nullptr;
   const bool timed = device && (timed_periods++ < kTimedPeriods || p.number % kTimedAgain == 0);
   if (timed)
     p.noted.points = std::shared_ptr<mm_points>(mm_points_begin(device), [](mm_points* points) {
@@ -76,7 +76,7 @@ void time_ops_locked(Period& p, bool noted) {
 uint32_t begin_op_locked(Period& p, OpInfo* info, uint64_t now) {
   OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
   if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
+  const uint64_t all = mm_arena_resident(the_session.arena), paged = resident_cell_bytes.load();
   note.other = all - std::min(all, paged);
   note.module = current_module();
   p.noted.ops.push_back(note);
@@ -95,7 +95,7 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
 }
 
 Timeline begin_next_locked(Period& p, bool noted) {
-  const uint64_t trials = counters.trials.load();
+  const uint64_t trials = the_session.counters.trials.load();
   Timeline ended = std::move(p.noted);
   ended.trials = trials - p.trials_before;
   const uint32_t number = p.number + 1;
@@ -131,7 +131,7 @@ void OpTimer::begin() {
     points_ = period_locked().noted.points;
   }
   if (!points_) return;  // the period has ended in between
-  begins_ = mm_points_add(points_.get(), budget.pool->stream());
+  begins_ = mm_points_add(points_.get(), the_session.pool->stream());
   Taking& here = taking();
   here.points = points_.get();
   here.searches.clear();
@@ -139,7 +139,7 @@ void OpTimer::begin() {
 
 void OpTimer::end_timed() {
   taking().points = nullptr;
-  ends_ = mm_points_add(points_.get(), budget.pool->stream());
+  ends_ = mm_points_add(points_.get(), the_session.pool->stream());
 }
 
 OpTimer::~OpTimer() {

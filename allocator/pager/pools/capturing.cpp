@@ -1,6 +1,6 @@
 #include "pools/capturing.h"
 
-#include "base/budget.h"
+#include "base/session.h"
 #include "pools/pool.h"
 #include "pools/stream_rules.h"
 
@@ -9,8 +9,8 @@ namespace memmgr::pager {
 std::atomic<int> captures{0};
 
 bool is_capturing() {
-  mm_device* device = captures.load() > 0 && queues ? budget.pool->queue() : nullptr;
-  return device && mm_device_is_capturing(device, budget.pool->stream()) > 0;
+  mm_device* device = captures.load() > 0 && queues ? the_session.pool->queue() : nullptr;
+  return device && mm_device_is_capturing(device, the_session.pool->stream()) > 0;
 }
 
 }  // namespace memmgr::pager

@@ -4,8 +4,9 @@
 
 #include <cstring>
 
-#include "base/budget.h"
 #include "base/checksum.h"
+#include "base/forked_child.h"
+#include "base/session.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
 
@@ -67,7 +68,7 @@ class CpuPool final : public Pool {
 
   // A forked child allocates nothing in the arena.
   c10::DeleterFnPtr deleter() const override {
-    return budget.forked ? the_allocator().previous->raw_deleter() : &free_block;
+    return forked_child ? the_allocator().previous->raw_deleter() : &free_block;
   }
   c10::Allocator* allocator() const override { return c10::GetAllocator(c10::kCPU); }
   at::DataPtr allocate(uint64_t nbytes) override { return the_allocator().allocate(nbytes); }

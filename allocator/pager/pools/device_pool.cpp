@@ -13,8 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/checksum.h"
+#include "base/forked_child.h"
+#include "base/session.h"
 #include "base/wait.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
@@ -55,7 +56,7 @@ class DevicePool final : public Pool {
       const c10::DeviceGuard here(device);
       return allocator()->allocate(nbytes);
     }
-    TORCH_CHECK(!budget.forked, "memmgr: a forked child cannot use what its parent had on ", device.str());
+    TORCH_CHECK(!forked_child, "memmgr: a forked child cannot use what its parent had on ", device.str());
     void* block = take(nbytes, stream());
     if (!block) room_maker.fail(nbytes);
     return {block, block, &free_on_device, device};
@@ -67,7 +68,7 @@ class DevicePool final : public Pool {
   }
   void* take(uint64_t nbytes, mm_stream on) {
     Taking& here = taking();
-    const bool large = nbytes >= budget.options.small_bytes;
+    const bool large = nbytes >= the_session.options.small_bytes;
     mm_points* const points = large ? here.points : nullptr;
     const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
     std::optional<Wait> searching;
@@ -195,7 +196,7 @@ std::array<DevicePool*, 64>& pools() {
 }
 
 void free_on_device(void* block) {
-  if (!block || budget.forked) return;
+  if (!block || forked_child) return;
   for (DevicePool* pool : pools())
     if (pool && mm_arena_owns(pool->arena, block)) return pool->give(block);
 }
@@ -209,7 +210,7 @@ struct DeviceAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t n) override {
     DevicePool* pool = open.load(std::memory_order_relaxed);
     // Storages keep this allocator, and may grow when no budget is open, or one on another device.
-    if (!pool || budget.forked || c10::impl::getDeviceGuardImpl(pool->device.type())->getDevice() != pool->device)
+    if (!pool || forked_child || c10::impl::getDeviceGuardImpl(pool->device.type())->getDevice() != pool->device)
       return previous->allocate(n);
     if (n == 0) return {nullptr, nullptr, &free_on_device, pool->device};
     at::DataPtr taken = pool->allocate(n);

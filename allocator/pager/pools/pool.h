@@ -1,5 +1,5 @@
 // Pool: the source of one device's managed memory. Its malloc keeps the budget: it calls reclaim() before it would pass
-// it. One pool is open at a time (Budget::pool). Blocks of an earlier one go back to that one.
+// it. One pool is open at a time (Session::pool). Blocks of an earlier one go back to that one.
 //
 // On an accelerator work is queued: resident bytes are valid for work that is queued after them. The pager's rules for
 // that have names (stream_rules.h), and tests leave one out to see bits change.

@@ -12,7 +12,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "base/budget.h"
+#include "base/session.h"
 
 namespace memmgr::pager {
 

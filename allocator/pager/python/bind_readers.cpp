@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/gil.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
@@ -54,7 +54,7 @@ std::vector<StoragePtr> storages_of(PyObject* items) {
 }
 
 bool py_add_pending(Callable run, TensorList tensors) {
-  return budget.open && add_pending(run.object, storages_of(tensors.object));
+  return the_session.open && add_pending(run.object, storages_of(tensors.object));
 }
 
 bool py_any_away(TensorList tensors) {
@@ -78,7 +78,7 @@ std::optional<uint64_t> py_name(Addressed o) {
 
 bool py_escape(Addressed o, Escape why) {
   const StoragePtr s = storage_of(o.object);
-  if (!s || !budget.open) return false;
+  if (!s || !the_session.open) return false;
   finish_pending_of(s.get());
   const WithoutGil released;
   Cell* c = cell_of(s.get());
@@ -139,7 +139,7 @@ Object py_call_foreign(Callable function, Arguments args, Keywords kwargs) {
 
 void py_note_profiler(bool on) {
   const WithoutGil released;
-  if (budget.open) note_profiler(on);
+  if (the_session.open) note_profiler(on);
 }
 
 uint64_t py_guard(List functions, TextList libraries) {
@@ -173,14 +173,14 @@ void py_forsake_file(PathLike path) {
   PyObject* converted = nullptr;
   if (!PyUnicode_FSConverter(path.object, &converted)) throw python_error();
   THPObjectPtr bytes(converted);
-  if (!budget.open) return;
+  if (!the_session.open) return;
   const WithoutGil released;
   forsake_file(PyBytes_AS_STRING(converted));
 }
 
 void py_begin_capture() {
   const WithoutGil released;
-  if (budget.open) begin_capture();
+  if (the_session.open) begin_capture();
 }
 
 void py_end_capture() {

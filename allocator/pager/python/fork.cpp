@@ -3,8 +3,9 @@
 #include <ATen/record_function.h>
 #include <pthread.h>
 
-#include "base/budget.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
 #include "cells/types.h"
@@ -37,11 +38,11 @@ void before_fork() {
 void after_fork_in_child() {
   give_locks_after_fork();
   renew_after_fork();
-  if (!budget.arena) return;
-  budget.forked = true;
+  if (!the_session.arena) return;
+  forked_child = true;
   forget_comparisons();
-  budget.pool->forget_in_child();  // also if a budget was just ending: it closes before its pool ends
-  if (!budget.open) return;
+  the_session.pool->forget_in_child();  // also if a budget was just ending: it closes before its pool ends
+  if (!the_session.open) return;
   stay_in_child();
   timeline_on = false;
   // The threads that had cells busy are not in the child. Bytes and residency change in one step under the lock: each

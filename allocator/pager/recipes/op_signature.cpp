@@ -5,8 +5,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/lock.h"
+#include "base/session.h"
 
 namespace memmgr::pager {
 
@@ -82,7 +82,7 @@ bool stands_for_locked(const Family& family, uint64_t bytes) {
   // The order depends on values, not on sizes alone.
   if (info->adds_in_any_order && info->in_order_unless < 0) return false;
   return family.kind.trusted() && family.tried >= kTriedEnough && family.least <= bytes && bytes <= family.most &&
-         !budget.options.verify;
+         !the_session.options.verify;
 }
 
 }  // namespace
@@ -95,7 +95,7 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
   static thread_local Entry recent[1024];
   Entry& e = recent[hash % 1024];
   // A family's entry that is no longer trusted is looked up again.
-  const auto holds = [](const Kind* k) { return !k->of_family || (k->trusted() && !budget.options.verify); };
+  const auto holds = [](const Kind* k) { return !k->of_family || (k->trusted() && !the_session.options.verify); };
   if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
   Kinds& known = kinds();
   const Hold lock(known.lock);
@@ -132,7 +132,7 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
 void end_trial(Kind* kind, bool same) {
   const Hold lock(kinds().lock);
   kind->trust.store(same ? Trust::kYes : Trust::kNo);
-  if (!same) counters.refused_kinds++;
+  if (!same) the_session.counters.refused_kinds++;
   Family& family = *kind->family;
   if (!same || kind->clears.load()) family.kind.trust = Trust::kNo;
   if (!same) return;

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "base/module_of_op.h"
 #include "base/private_member.h"
+#include "base/session.h"
 #include "cells/adoption.h"
 #include "cells/version.h"
 #include "ops/numerics.h"
@@ -38,7 +38,7 @@ bool is_plain(const c10::TensorImpl* t) {
           {K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor, K::Conjugate, K::Negative})))
     return false;
   return k.has(K::Dense) && t->layout() == c10::kStrided && !t->is_quantized() && !t->is_nested() &&
-         (t->device().is_cpu() || (budget.pool && t->device() == budget.pool->device));
+         (t->device().is_cpu() || (the_session.pool && t->device() == the_session.pool->device));
 }
 
 static c10::DispatchKey key_of(c10::DeviceType type) {
@@ -107,7 +107,7 @@ struct Describer {
     }
     c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
     const bool written = info->written[argument];
-    const bool here = s->device_type() == budget.pool->device.type();
+    const bool here = s->device_type() == the_session.pool->device.type();
     TensorArg& a = add_tensor(recipe, t, argument, (written ? 1000 : 0) + (here ? 4000 : 0), &hash);
     a.element = element;
     a.keys = c10::DispatchKeySet(key_of(t->device().type()));
@@ -246,7 +246,7 @@ std::unique_ptr<Recipe> with_inputs(std::unique_ptr<Recipe> r, HashOf<false> has
   r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
              r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
   recipe_bytes += r->bytes;
-  counters.recorded_ops += 1;
+  the_session.counters.recorded_ops += 1;
   return r;
 }
 
@@ -318,7 +318,7 @@ void cut_recipes(bool all) {
   const size_t n = all ? found.size() : (found.size() + 1) / 2;
   if (n < found.size()) std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(n), found.end());
   for (size_t i = 0; i < n; ++i) forget_recipe_locked(found[i].second, &trash);
-  counters.cut_recipes += n;
+  the_session.counters.cut_recipes += n;
 }
 
 double seconds_to_make_locked(const Version* v) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/budget.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "cells/pointer_trap.h"
 #include "ops/op_info.h"
@@ -55,10 +55,10 @@ Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<Sto
     }
     const auto* first = static_cast<const char*>(pointer_of(outputs[i]).get());
     const auto* second = static_cast<const char*>(pointer_of(made[i].get()).get());
-    if (budget.pool->on_host())
+    if (the_session.pool->on_host())
       compare(first, second, nbytes, fill, &found);
     else
-      found.equal &= budget.pool->same(first, second, nbytes);
+      found.equal &= the_session.pool->same(first, second, nbytes);
   }
   return found;
 }
@@ -66,8 +66,8 @@ Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<Sto
 }  // namespace
 
 Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, std::vector<StoragePtr> before) {
-  counters.trials++;
-  const bool on_host = budget.pool->on_host();
+  the_session.counters.trials++;
+  const bool on_host = the_session.pool->on_host();
   std::vector<StoragePtr> made = run_over_inputs(r, before, on_host ? kPattern : -1);
   const Compared first = compare(outputs, made, kPattern);
   if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
@@ -91,7 +91,7 @@ namespace {
 uint64_t sum_of(c10::ArrayRef<c10::StorageImpl*> outputs) {
   uint64_t sum = 0;
   for (const c10::StorageImpl* s : outputs)
-    if (s) sum = (sum ^ budget.pool->sum(pointer_of(s).get(), s->nbytes())) * 0x9E3779B185EBCA87ull;
+    if (s) sum = (sum ^ the_session.pool->sum(pointer_of(s).get(), s->nbytes())) * 0x9E3779B185EBCA87ull;
   return sum;
 }
 
@@ -143,7 +143,7 @@ void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::Arr
 
 Again run_again_in_place(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
                          c10::ArrayRef<c10::StorageImpl*> all) {
-  counters.trials++;
+  the_session.counters.trials++;
   const uint64_t first = sum_of(outputs);
   replace(r, outputs, all, kPattern);
   const uint64_t second = sum_of(outputs);

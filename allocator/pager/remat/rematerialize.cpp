@@ -7,11 +7,11 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/wait.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
@@ -145,7 +145,7 @@ class Input {
       pinned_ = c;
       if (!orphan) storage_ = hold(c);
       aside = !orphan && !storage_ && !c->resident();
-      if (v->evicted && c->slot < 0 && may_be_offloaded() && !beside_others && !aside) return false;
+      if (v->evicted && c->slot < 0 && the_session.may_offload() && !beside_others && !aside) return false;
       break;
     }
     if (aside && begin_coming_back(pinned_)) {
@@ -170,7 +170,7 @@ class Input {
         if (pinned_->absence == Absence::kPacked) {
           mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
         } else {
-          const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
+          const int wrong = mm_tier_read_now(the_session.tier, pinned_->slot, aside_.get());
           TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
         }
       }
@@ -254,8 +254,8 @@ bool run_on_inputs(const Recipe* r, const Plan& plan, std::vector<StoragePtr>* m
   Wait wait;
   *made = run(*r, std::move(sources));
   const uint64_t took = wait.end();
-  counters.rematerialized_ops++;
-  counters.remat_ns += took;
+  the_session.counters.rematerialized_ops++;
+  the_session.counters.remat_ns += took;
   uint64_t bytes = 0;
   for (const StoragePtr& s : *made)
     if (s) bytes += s->nbytes();
@@ -286,7 +286,7 @@ void end_loans(const Recipe* r, Plan* plan) {
 void hand_out(const Recipe* r, Version* v, StoragePtr& made, const Version* target, Plan* plan, at::DataPtr* result) {
   TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->name(),
               " gave another size when it was run again. Please report this.");
-  const bool simple = pointer_of(made.get()).get_deleter() == budget.pool->deleter();
+  const bool simple = pointer_of(made.get()).get_deleter() == the_session.pool->deleter();
   TORCH_CHECK(simple, "memmgr: ", r->info->name(), " gave memory that is not the pool's. Please report this.");
   if (v == target) {
     if (plan->uses[v] > 0) return;
@@ -325,14 +325,14 @@ bool run_one(const Recipe* r, const Version* target, Plan* plan, at::DataPtr* re
 
 at::DataPtr rematerialize(Cell* c) {
   constexpr int kPatience = 50;  // attempts that fail because other threads evict the results of this one
-  counters.rematerializations++;
-  const uint64_t tier_errors = counters.tier_errors;
+  the_session.counters.rematerializations++;
+  const uint64_t tier_errors = the_session.counters.tier_errors;
   for (int attempt = 0; attempt < 1000; ++attempt) {
     std::optional<NothingIsDropped> kept;
     // Restored inputs are offloaded and not evicted, so that the next attempt has them.
     if (attempt > 0) kept.emplace();
     Plan plan;
-    plan.beside_others = attempt > 0 && (counters.tier_errors != tier_errors || attempt > kPatience);
+    plan.beside_others = attempt > 0 && (the_session.counters.tier_errors != tier_errors || attempt > kPatience);
     const Version* target;
     {
       const Hold lock(graph_lock());
@@ -428,11 +428,11 @@ std::vector<StoragePtr> run_over_inputs(const Recipe& r, std::vector<StoragePtr>
     if (!inputs.back()->fetch(a.version, &sources[i], true)) return {};
   }
   // The streams are settled so that the time is this run's: of all queued work only its own stream's comes before it.
-  budget.pool->settle_stream();
+  the_session.pool->settle_stream();
   const uint64_t begun = ticks();
   const Filling filling(fill);
   std::vector<StoragePtr> made = run(r, std::move(sources));
-  budget.pool->settle_stream();
+  the_session.pool->settle_stream();
   note_seconds(r.kind, seconds_of_ticks(ticks() - begun));
   return made;
 }

@@ -7,9 +7,9 @@
 #include <array>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "base/refusal.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "ops/numerics.h"
 #include "ops/op_info.h"
@@ -59,14 +59,14 @@ StoragePtr storage_for(const TensorArg& a, Source& source) {
     case Role::kRead:
       return storage_over(at::DataPtr(source.data, a.device), a.storage_bytes);
     case Role::kFresh:
-      return storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
+      return storage_over(the_session.pool->allocate(a.storage_bytes), a.storage_bytes);
     case Role::kWritten:
     case Role::kAlias:  // of launches, which have no tensors
       break;
   }
   if (source.own) return std::move(source.own);
-  StoragePtr copy = storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
-  budget.pool->copy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
+  StoragePtr copy = storage_over(the_session.pool->allocate(a.storage_bytes), a.storage_bytes);
+  the_session.pool->copy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
   return copy;
 }
 
@@ -171,7 +171,7 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   Below below;
   const OwnWork own;
   c10::OptionalDeviceGuard here;
-  if (queues) here.reset_device(budget.pool->device);
+  if (queues) here.reset_device(the_session.pool->device);
   NumericsGuard numerics(r.numerics);
   const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : taking().fill);
   if (!r.info->kernel.empty()) return run_launch(r, std::move(sources));

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/budget.h"
+#include "base/session.h"
 #include "base/share.h"
 #include "cells/types.h"
 
@@ -22,7 +22,7 @@ void note_working_set(uint64_t pinned_bytes, Share at_once);
 // Returns the bytes of these cells that bytes_that_stay() does not count.
 template <class CellAt>
 uint64_t bytes_beside_what_stays(size_t n, CellAt&& cell_at) {
-  const bool roots_stay = !may_be_offloaded();  // bytes_that_stay() counts roots then
+  const bool roots_stay = !the_session.may_offload();  // bytes_that_stay() counts roots then
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
     const Cell* c = cell_at(i);

@@ -6,11 +6,11 @@
 #include <thread>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
 #include "base/refusal.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
 #include "cells/cell.h"
@@ -45,7 +45,7 @@ static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
 }
 
 uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
-  if (!budget.open.load(std::memory_order_relaxed) || asking != budget.pool) return 0;
+  if (!the_session.open.load(std::memory_order_relaxed) || asking != the_session.pool) return 0;
   for (int i = 0; frozen(); ++i) {
     if (others_are_in_their_ops()) i = 0;
     if (froze_by_this_thread() || i == 2000) return 0;
@@ -53,7 +53,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   }
   Wait wait;
   const ScratchStays stays;
-  counters.reclaims++;
+  the_session.counters.reclaims++;
   look_for_ended_fixed();
   room_sources.memory_is_short();
   const uint64_t want = need ? need : request;
@@ -61,10 +61,10 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   uint64_t released = room_sources.planned(want, request);
   bool refilled = false;
   if (released < want) room_sources.plan_is_short();
-  if (released < want && budget.options.search >= 0) {
+  if (released < want && the_session.options.search >= 0) {
     released += reclaim_chosen(need, request);
     if (released > 0) return released;
-    if (budget.options.remap == MM_REMAP_LAST && need == 0) return 0;  // new addresses help now, not bytes
+    if (the_session.options.remap == MM_REMAP_LAST && need == 0) return 0;  // new addresses help now, not bytes
   }
   while (released < want) {
     Victim next;
@@ -97,8 +97,8 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
     if (refill_victims_locked()) released = 1;
   }
   const uint64_t waited = wait.end();
-  counters.stall_ns += waited;
-  counters.room_ns += waited;
+  the_session.counters.stall_ns += waited;
+  the_session.counters.room_ns += waited;
   note_event(Event::kStall, nullptr, released, waited);
   return released;
 }
@@ -115,19 +115,19 @@ static uint64_t may_leave_bytes() {
 }
 
 void throw_out_of_memory(uint64_t request) {
-  if (const std::string why = budget.pool->broken(); !why.empty())
-    TORCH_CHECK(false, "memmgr: ", budget.pool->device.str(), " answers nothing any more: ", why,
+  if (const std::string why = the_session.pool->broken(); !why.empty())
+    TORCH_CHECK(false, "memmgr: ", the_session.pool->device.str(), " answers nothing any more: ", why,
                 ". An earlier kernel failed; CUDA_LAUNCH_BLOCKING=1 shows which.");
-  const uint64_t limit = mm_arena_budget(budget.arena), resident = mm_arena_resident(budget.arena);
+  const uint64_t limit = mm_arena_budget(the_session.arena), resident = mm_arena_resident(the_session.arena);
   const uint64_t taken = rounded(request);
   const uint64_t refused = taken + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
   failing_op() = {"", 0, 0, taken};
-  std::string text = budget.pool->out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
-                     std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
-                     " bytes are in use and nothing more can leave.";
+  std::string text = the_session.pool->out_of_memory_words() + std::to_string(request) +
+                     " bytes. memmgr: the budget of " + std::to_string(limit) +
+                     " bytes is spent: " + std::to_string(resident) + " bytes are in use and nothing more can leave.";
   {
-    const Hold lock(budget.error_lock);
-    if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + '.';
+    const Hold lock(the_session.error_lock);
+    if (!the_session.tier_error.empty()) text += " The disk tier failed: " + the_session.tier_error + '.';
   }
   begin_refusal(refused, text);
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);

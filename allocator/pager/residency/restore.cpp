@@ -6,11 +6,12 @@
 #include <cstring>
 #include <optional>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/events.h"
+#include "base/forked_child.h"
 #include "base/gil.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/wait.h"
 #include "cells/births.h"
 #include "cells/cell.h"
@@ -78,13 +79,13 @@ static at::DataPtr copy_back(Cell* c, Absence* absence) {
     mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
     return bytes;
   }
-  const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
+  const int wrong = mm_tier_read_now(the_session.tier, c->slot, bytes.get());
   if (wrong >= 0) return bytes;
   if (has_file_copy(c)) throw_file_failed(c, -wrong);
-  note_tier_error(-wrong);
+  the_session.note_tier_error(-wrong);
   TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
               " bytes back: ", std::strerror(-wrong),
-              budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
+              forked_child ? " (a forked child: its parent has needed the room on the disk)" : "");
   *absence = Absence::kEvicted;
   bytes.clear();
   return make_again(c);
@@ -119,7 +120,7 @@ void bring_back(Cell* c) {
   }
   bool last;
   const uint64_t waited = wait.end();
-  (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
+  (absence == Absence::kEvicted ? the_session.counters.remat_ns : the_session.counters.stall_ns) += waited;
   {
     Trash trash;
     const Hold lock(graph_lock());

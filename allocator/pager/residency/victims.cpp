@@ -4,12 +4,12 @@
 #include <chrono>
 #include <unordered_map>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/constants.h"
 #include "base/deferred_drop.h"
 #include "base/link.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
 #include "cells/version.h"
@@ -63,7 +63,7 @@ void tell_ranker() {
 }
 
 void want_order() {
-  if (budget.options.order == Order::kRanked) tell_ranker();
+  if (the_session.options.order == Order::kRanked) tell_ranker();
 }
 
 double io_seconds(const Cell* c) {
@@ -92,13 +92,13 @@ void push_locked(Cell* c, Way way, uint64_t touched) {
 
 bool may_be_dropped_locked(const Cell* c) {
   const Version* v = c->version;
-  return budget.options.may_evict && v && v->recipe && c->lead == 0 && c->storage._unsafe_get_target() &&
+  return the_session.options.may_evict && v && v->recipe && c->lead == 0 && c->storage._unsafe_get_target() &&
          v->recipe->kind->trusted() && recipe_available_locked(v->recipe);
 }
 
 bool may_be_packed_locked(const Cell* c) {
   const Version* v = c->version;
-  if (!c->pool->on_host() || (!budget.options.may_evict && !budget.options.may_offload)) return false;
+  if (!c->pool->on_host() || (!the_session.options.may_evict && !the_session.options.may_offload)) return false;
   if (c->slot >= 0 || c->writing >= 0 || !v || !v->recipe || !v->recipe->kind->bits_bytes.load()) return false;
   return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
 }
@@ -106,7 +106,7 @@ bool may_be_packed_locked(const Cell* c) {
 // Rematerialization needs room for the recipe's inputs and outputs at the time of the restore. Bytes that cannot be
 // evicted may have grown by then: a pipeline's sends are in flight until its step ends.
 static bool has_room_again_locked(const Cell* c) {
-  const uint64_t limit = mm_arena_budget(budget.arena);
+  const uint64_t limit = mm_arena_budget(the_session.arena);
   uint64_t bytes = bytes_that_stay() + limit / 8;
   for (const Version* v : c->version->recipe->outputs) bytes += v ? v->nbytes : 0;
   for (const TensorArg& a : c->version->recipe->tensors) bytes += a.version ? a.version->nbytes : 0;
@@ -117,7 +117,7 @@ double cost_of_leaving_locked(const Cell* c, bool* drop) {
   *drop = false;
   double cost = -1;
   if (may_be_packed_locked(c)) return kPackSecondsPerByte * static_cast<double>(c->nbytes);
-  if (c->slot >= 0 || may_be_offloaded()) cost = io_seconds(c);
+  if (c->slot >= 0 || the_session.may_offload()) cost = io_seconds(c);
   if (may_be_dropped_locked(c)) {
     double again = seconds_to_make_locked(c->version);
     if (c->version->recipe->checked) again += 2 * kSumSecondsPerByte * static_cast<double>(c->nbytes);
@@ -145,7 +145,7 @@ bool refill_victims_locked() {
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
     const uint64_t foretold = next_touch.ticks_until_locked(c);
     const uint64_t age = foretold ? foretold : now > touched ? now - touched : 0;
-    found.push_back({score(budget.options.order, cost, c->nbytes, static_cast<double>(age) + 1), c});
+    found.push_back({score(the_session.options.order, cost, c->nbytes, static_cast<double>(age) + 1), c});
   });
   std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.score > b.score; });
   clear_locked();
@@ -176,18 +176,19 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
   if (nothing_leaves_locked()) return {};
   std::vector<mm_price> prices;
   for_each_cell_locked([&](Cell* c) {
-    if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(budget.arena, block_of(c))) return;
+    if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(the_session.arena, block_of(c)))
+      return;
     bool drop;
     prices.push_back({block_of(c), c, cost_of_leaving_locked(c, &drop),
                       seconds_of_ticks(c->last_touch.load(std::memory_order_relaxed))});
   });
-  mm_arena_price(budget.arena, prices.data(), prices.size());
+  mm_arena_price(the_session.arena, prices.data(), prices.size());
   std::vector<mm_victim> found(256);
   for (int round = 0; round < kRounds; ++round) {
     int64_t n;
     const double now = seconds_of_ticks(ticks());
-    while ((n = mm_arena_choose(budget.arena, budget.options.search, need, request, now, found.data(), found.size())) >
-           static_cast<int64_t>(found.size()))
+    while ((n = mm_arena_choose(the_session.arena, the_session.options.search, need, request, now, found.data(),
+                                found.size())) > static_cast<int64_t>(found.size()))
       found.resize(static_cast<size_t>(n));
     if (n <= 0) return {};
     std::vector<Victim> claimed;
@@ -201,7 +202,7 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
         taken.push_back({v.p, c, -1, 0});
     }
     if (!claimed.empty()) return claimed;
-    mm_arena_price(budget.arena, taken.data(), taken.size());
+    mm_arena_price(the_session.arena, taken.data(), taken.size());
   }
   return {};
 }
@@ -209,7 +210,8 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
 static void forget_cell_locked(Cell* c) {
   if (c->queued_at >= 0) victims().queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
   c->queued_at = -1;
-  if (budget.options.search >= 0 && budget.arena && c->bytes.get()) mm_arena_disown(budget.arena, block_of(c), c);
+  if (the_session.options.search >= 0 && the_session.arena && c->bytes.get())
+    mm_arena_disown(the_session.arena, block_of(c), c);
 }
 static const ListensToCells forgets_victims({nullptr, &forget_cell_locked});
 
@@ -229,7 +231,7 @@ std::vector<Candidate> candidates() {
     found.push_back({touched,
                      {c->serial, c->nbytes, seconds_of_ticks(now > touched ? now - touched : 0), own,
                       droppable ? std::max(0.0, seconds_to_make_locked(c->version) - own) : 0, droppable, c->slot >= 0,
-                      may_be_offloaded()}});
+                      the_session.may_offload()}});
   });
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<Candidate> columns;
