@@ -27,8 +27,7 @@
 
 namespace memmgr::pager {
 
-Budget budget;
-Counters counters;
+Session the_session;
 SumUnderLock resident_cell_bytes;
 uint64_t now_ns() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));

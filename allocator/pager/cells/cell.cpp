@@ -110,9 +110,11 @@ void forget_moved() {
   for_each_cell_locked([](Cell* c) { c->moved_bytes = 0; });
 }
 
+void Trash::add_slot(const Cell* c, mm_slot slot) { slots.push_back({&c->pool->session, slot}); }
+
 void Trash::end() {
-  for (const mm_slot slot : slots)
-    if (the_session.tier) mm_tier_free(the_session.tier, slot);
+  for (const Slot& s : slots)
+    if (s.session->tier) mm_tier_free(s.session->tier, s.slot);
   slots.clear();
   bytes.clear();
   ranges.clear();
@@ -124,9 +126,11 @@ uint64_t serial_of_next_locked() { return next_serial; }
 uint64_t next_serial_locked() { return next_serial++; }
 
 // A hundredth of the budget (rule 5), and room enough for a small model's recipes.
-uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(the_session.arena) / 100, 4 << 20); }
+uint64_t recipe_bytes_limit(const Session& session) {
+  return std::max<uint64_t>(mm_arena_budget(session.arena) / 100, 4 << 20);
+}
 
-bool room_for_kept(uint64_t nbytes) { return recipe_bytes.load() + nbytes < recipe_bytes_limit(); }
+bool room_for_kept(const Cell* c) { return recipe_bytes.load() + c->nbytes < recipe_bytes_limit(c->pool->session); }
 
 void keep(Cell* c) {
   c->kept = true;
@@ -205,8 +209,10 @@ void stand_unpinned_locked(Cell* c) {
 }
 
 void count_held_locked(Cell* c) {
-  const bool elsewhere = c->newborn || c->escape != Escape::kNone || (c->root && !the_session.may_offload());
-  const bool counts = c->held > 0 && !c->small && !elsewhere;
+  const auto elsewhere = [&] {
+    return c->newborn || c->escape != Escape::kNone || (c->root && !c->pool->session.may_offload());
+  };
+  const bool counts = c->held > 0 && !c->small && !elsewhere();
   if (counts == c->counted_as_held) return;
   c->counted_as_held = counts;
   if (counts)

@@ -1,6 +1,5 @@
 #include "cells/stream_order.h"
 
-#include "base/session.h"
 #include "cells/cell.h"
 
 namespace memmgr::pager {
@@ -22,11 +21,10 @@ Unmarked& unmarked() {
   return work;
 }
 
-void mark_stream() {
+void mark_stream(const Session& session) {
   unmarked() = {};
-  const bool limited =
-      the_session.tier && mm_arena_budget(the_session.arena) < MM_UNLIMITED;  // otherwise no cell is evicted
-  if (limited) mm_device_mark(the_session.pool->queue(), the_session.pool->stream());
+  const bool limited = session.tier && mm_arena_budget(session.arena) < MM_UNLIMITED;  // otherwise no cell is evicted
+  if (limited) mm_device_mark(session.pool->queue(), session.pool->stream());
 }
 
 void use_queued(Cell* c) {

@@ -77,7 +77,7 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
     if (!newly_large(s, old)) continue;
     if (!maker.op) maker = as_maker(info);
     const Hold lock(graph_lock());
-    Cell* c = adopt_locked(s, 0, ticks(), true, maker);
+    Cell* c = adopt_locked(the_session, s, 0, ticks(), true, maker);
     if (!c) continue;
     made->push_back(c);
     if (info->uninitialized) begin_newborn_locked(c);
@@ -161,7 +161,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (C10_UNLIKELY(queues)) {
     note_stream();
     if (C10_UNLIKELY(unmarked().due())) {
-      mark_stream();
+      mark_stream(the_session);
       end_comparisons_that_are_there();
     }
   }
@@ -458,7 +458,7 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
     return;
   }
   with_our_errors([&] {
-    if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing())
+    if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing(*the_session.pool))
       captured(op, info, below, stack);
     else
       try {

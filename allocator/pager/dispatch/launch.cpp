@@ -97,7 +97,8 @@ class LaunchRecording {
     for (const KernelArgument& a : arguments_) {
       if (!on_ || !a.written) continue;
       c10::StorageImpl* s = a.tensor->unsafe_storage().unsafeGetStorageImpl();
-      if (!cell_of(s) && s->nbytes() < the_session.options.small_bytes && adoptable(s)) adopt(s);
+      if (!cell_of(s) && s->nbytes() < the_session.options.small_bytes && adoptable(the_session, s))
+        adopt(the_session, s);
     }
   }
 
@@ -317,9 +318,9 @@ PyObject* allocate_or_wait(PyObject* self, PyObject* args) {
 // forward of a training: a recipe may then write to it without its old bytes.
 void begin_buffer(c10::StorageImpl* s) {
   const bool large = s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed);
-  if (!(large || tl_compiled_forward) || cell_of(s) || !adoptable(s)) return;
+  if (!(large || tl_compiled_forward) || cell_of(s) || !adoptable(the_session, s)) return;
   const Hold lock(graph_lock());
-  Cell* c = adopt_locked(s, 0, ticks(), large);
+  Cell* c = adopt_locked(the_session, s, 0, ticks(), large);
   if (!c) return;
   c->blank_in = tl_compiled_forward;
   if (c->small)

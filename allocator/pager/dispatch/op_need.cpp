@@ -93,7 +93,8 @@ struct Given {
     const Cell* c = cell_of(s);
     if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
     if (c && !c->small) cells.push_back(StoragePtr::reclaim_copy(s));
-    if (!c && adoptable(s) && s->nbytes() >= the_session.options.small_bytes) unmanaged += rounded(s->nbytes());
+    if (!c && adoptable(the_session, s) && s->nbytes() >= the_session.options.small_bytes)
+      unmanaged += rounded(s->nbytes());
   }
 
  private:

@@ -65,7 +65,8 @@ bool OldStorages::is_new(const c10::StorageImpl* s) const {
 
 bool newly_large(const c10::StorageImpl* s, const OldStorages& old) {
   // A mapped storage was an argument that found no room.
-  if (!s || cell_of(s) || s->sym_nbytes().is_heap_allocated() || !adoptable(s) || is_mapped(s)) return false;
+  if (!s || cell_of(s) || s->sym_nbytes().is_heap_allocated() || !adoptable(the_session, s) || is_mapped(s))
+    return false;
   return s->nbytes() >= the_session.options.small_bytes ||
          (s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) && old.is_new(s));
 }
@@ -206,7 +207,7 @@ void Call::outputs(Frame& frame) {
         maker = as_maker(info_);
         lock.lock();
       }
-      Cell* c = adopt_locked(storages[i], 1, ended_, true, maker);
+      Cell* c = adopt_locked(the_session, storages[i], 1, ended_, true, maker);
       if (!c) continue;
       frame.take_pin(c);
       made.push_back(c);

@@ -44,7 +44,7 @@ const c10::StorageImpl* storage_in(const at::Tensor& t) {
 // True if the pager ignores the argument: it is no tensor, or one over a small storage without a cell.
 bool passes(const at::Tensor& t) {
   const c10::StorageImpl* s = storage_in(t);
-  return s && !cell_of(s) && is_small(s);
+  return s && !cell_of(s) && is_small(the_session.options, s);
 }
 bool passes(const at::ITensorListRef& tensors) {
   for (const at::Tensor& t : tensors)

@@ -41,7 +41,7 @@ bool escape_first(PyObject* args) {
   PyThreadState* saved = PyEval_SaveThread();
   try {
     Cell* c = cell_of(s.get());
-    if (!c && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
+    if (!c && adoptable(the_session, s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
     if (c) escape(c, Escape::kDlpack);
   } catch (const std::exception&) {
     PyEval_RestoreThread(saved);

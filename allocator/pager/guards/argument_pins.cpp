@@ -78,8 +78,8 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
       for (StoragePtr& s : storages) {
         ++next;
         Cell* c = cell_of(s.get());
-        if (!c && the_session.open && written) grows_in_pool(s.get());
-        if (!c && the_session.open && adoptable(s.get())) {
+        if (!c && the_session.open && written) grows_in_pool(the_session, s.get());
+        if (!c && the_session.open && adoptable(the_session, s.get())) {
           if (written || s->nbytes() >= the_session.options.small_bytes)
             c = hardly ? adopt_if_room(s.get(), tl_depth == 0) : adopt_in_budget(s.get(), tl_depth == 0);
           else

@@ -149,12 +149,13 @@ bool share_mapping(c10::StorageImpl* s) {
   return any;
 }
 
-static Cell* adopt_shared(c10::StorageImpl* s, uint32_t pins) {
+static Cell* adopt_shared(Session& session, c10::StorageImpl* s, uint32_t pins) {
   bool shared = share_mapping(s);
-  for (Cell* c; adoptable(s); shared |= share_mapping(s)) {  // another cell may have been made over these bytes
+  for (Cell* c; adoptable(session, s);
+       shared |= share_mapping(s)) {  // another cell may have been made over these bytes
     {
       const Hold lock(graph_lock());
-      c = adopt_locked(s, pins + shared, ticks());
+      c = adopt_locked(session, s, pins + shared, ticks());
     }
     if (!c) continue;
     if (shared) {  // pinned, so it is in the mapping until the escape
@@ -197,7 +198,7 @@ static std::vector<std::pair<Cell*, WeakStorage>> cells_of_file(const char* path
 // The file is no longer a copy of the cell's bytes, and they never move back to the mapping.
 static void forget_file_locked(Cell* c, Trash* trash) {
   c->range->overwritten = true;
-  if (c->slot >= 0) trash->slots.push_back(std::exchange(c->slot, -1));
+  if (c->slot >= 0) trash->add_slot(c, std::exchange(c->slot, -1));
   count_root_locked(c);
 }
 

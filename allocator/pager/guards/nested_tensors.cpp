@@ -24,7 +24,7 @@ Cell* cell_of_sizes(const c10::TensorImpl* t) {
   if (!t->has_storage() || t->dtype() != caffe2::TypeMeta::Make<int64_t>()) return nullptr;
   c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
   Cell* c = cell_of(s);
-  if (!c && adoptable(s) && s->nbytes() >= the_session.options.small_bytes) c = adopt_in_budget(s, false);
+  if (!c && adoptable(the_session, s) && s->nbytes() >= the_session.options.small_bytes) c = adopt_in_budget(s, false);
   return c && !c->small ? c : nullptr;
 }
 

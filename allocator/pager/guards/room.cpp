@@ -20,9 +20,9 @@ namespace memmgr::pager {
 Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
   const uint64_t nbytes = s->nbytes();
   if (pointer_of(s).get_deleter() == the_session.pool->deleter() || nbytes < the_session.options.small_bytes)
-    return adopt(s);
+    return adopt(the_session, s);
   Cell* made = nullptr;
-  with_room(nbytes, may_wait, [&] { made = adopt(s); });
+  with_room(nbytes, may_wait, [&] { made = adopt(the_session, s); });
   return made;
 }
 
@@ -51,7 +51,7 @@ void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
       }
     }
     if (!may_wait || (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))))
-      throw_out_of_memory(nbytes);
+      throw_out_of_memory(*the_session.pool, nbytes);
     alone.reset();
     if (pauses > 0) wait_for_others(kPauseSeconds);
     alone.emplace(nbytes, true);
@@ -59,13 +59,13 @@ void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
 }
 
 void count_fixed_in_budget(c10::StorageImpl* s, bool may_wait) {
-  const std::optional<Owner> owner = owner_of_fixed(s);
+  const std::optional<Owner> owner = owner_of_fixed(the_session, s);
   if (!owner) return;
   look_for_ended_fixed();
   if (takes_room(*owner))
-    with_room(s->nbytes(), may_wait, [&] { count_fixed(s, *owner); });
+    with_room(s->nbytes(), may_wait, [&] { count_fixed(the_session, s, *owner); });
   else
-    count_fixed(s, *owner);
+    count_fixed(the_session, s, *owner);
 }
 
 }  // namespace memmgr::pager

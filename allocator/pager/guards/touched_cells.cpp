@@ -47,13 +47,13 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   if (!s) return;
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
-    grows_in_pool(s);  // set_ lets a storage grow that it only reads
+    grows_in_pool(the_session, s);  // set_ lets a storage grow that it only reads
     if (!adopts_) return;
-    if (is_small(s)) {
+    if (is_small(the_session.options, s)) {
       share_mapping(s);
       return;
     }
-    if (!adoptable(s)) return count_fixed_in_budget(s, may_wait_);
+    if (!adoptable(the_session, s)) return count_fixed_in_budget(s, may_wait_);
     c = reads_hardly_ ? adopt_if_room(s, may_wait_) : adopt_in_budget(s, may_wait_);
     if (!c) return;
   }

@@ -43,7 +43,7 @@ uint64_t bytes_in_list(const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) return 0;
   const c10::StorageImpl* s = t.storage().unsafeGetStorageImpl();
   const Cell* c = cell_of(s);
-  return (c ? c->small : is_small(s)) ? 0 : s->nbytes();
+  return (c ? c->small : is_small(the_session.options, s)) ? 0 : s->nbytes();
 }
 
 std::vector<size_t> cuts(const std::vector<uint64_t>& bytes) {

@@ -15,7 +15,6 @@
 
 #include "base/checksum.h"
 #include "base/forked_child.h"
-#include "base/session.h"
 #include "base/wait.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
@@ -31,7 +30,8 @@ void free_on_device(void* block);
 
 class DevicePool final : public Pool {
  public:
-  DevicePool(c10::Device where, mm_device* memory) : Pool(where, mm_device_arena(memory)), memory_(memory) {}
+  DevicePool(Session& session, c10::Device where, mm_device* memory)
+      : Pool(session, where, mm_device_arena(memory)), memory_(memory) {}
 
   bool is_cuda() const { return device.type() == c10::kCUDA; }
   // The blocks are those of torch's own allocator; the arena only counts.
@@ -58,7 +58,7 @@ class DevicePool final : public Pool {
     }
     TORCH_CHECK(!forked_child, "memmgr: a forked child cannot use what its parent had on ", device.str());
     void* block = take(nbytes, stream());
-    if (!block) room_maker.fail(nbytes);
+    if (!block) room_maker.fail(*this, nbytes);
     return {block, block, &free_on_device, device};
   }
   at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) override {
@@ -68,7 +68,7 @@ class DevicePool final : public Pool {
   }
   void* take(uint64_t nbytes, mm_stream on) {
     Taking& here = taking();
-    const bool large = nbytes >= the_session.options.small_bytes;
+    const bool large = nbytes >= session.options.small_bytes;
     mm_points* const points = large ? here.points : nullptr;
     const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
     std::optional<Wait> searching;
@@ -78,7 +78,7 @@ class DevicePool final : public Pool {
     if (C10_UNLIKELY(points != nullptr)) here.searches.emplace_back(begun, mm_points_add(points, on));
     if (!block) return nullptr;
     note_scratch_taken(nbytes);
-    note_small_request(nbytes);
+    note_small_request(arena, nbytes);
     return block;
   }
   void give(void* block) {
@@ -238,7 +238,7 @@ const mm_plugin_hooks* hooks_of(int ordinal) {
                     &take_for_cuda,
                     [](uint64_t n) { return room_maker.reclaim(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
                     &note_scratch_taken,
-                    [](size_t n) { room_maker.fail(n); },
+                    [](size_t n) { room_maker.fail(*cuda_open.load(), n); },
                     &note_scratch_given};
   return &hooks[ordinal];
 }
@@ -283,7 +283,7 @@ void DevicePool::forget_in_child() {
   if (a.previous) c10::SetAllocator(device.type(), a.previous, 255);
 }
 
-Pool* device_pool(c10::Device where, const char* driver_path) {
+Pool* device_pool(Session& session, c10::Device where, const char* driver_path) {
   const auto ordinal = static_cast<size_t>(where.index());
   TORCH_CHECK(where.index() >= 0 && ordinal < pools().size(), "memmgr: no device ", where.str());
   if (pools()[ordinal]) return pools()[ordinal];
@@ -296,7 +296,7 @@ Pool* device_pool(c10::Device where, const char* driver_path) {
     memory = mm_device_open(driver, where.index(), MM_UNLIMITED, MM_MEMORY_MAPPED, why, sizeof why);
   }
   TORCH_CHECK(memory, "memmgr: no device memory: ", why);
-  pools()[ordinal] = new DevicePool(where, memory);
+  pools()[ordinal] = new DevicePool(session, where, memory);
   mm_arena_set_reclaim(mm_device_arena(memory), room_maker.reclaim, static_cast<Pool*>(pools()[ordinal]));
   return pools()[ordinal];
 }

@@ -84,7 +84,7 @@ bool py_escape(Addressed o, Escape why) {
   Cell* c = cell_of(s.get());
   // The slices of a mapped file become cells. The storage over the whole file becomes one only if an op touches it.
   const bool whole_file = why == Escape::kSlice && is_mapped(s.get());
-  if (!c && !whole_file && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
+  if (!c && !whole_file && adoptable(the_session, s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
   if (c) escape(c, why);
   return true;
 }

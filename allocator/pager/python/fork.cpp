@@ -43,7 +43,7 @@ void after_fork_in_child() {
   forget_comparisons();
   the_session.pool->forget_in_child();  // also if a budget was just ending: it closes before its pool ends
   if (!the_session.open) return;
-  stay_in_child();
+  stay_in_child(the_session.options);
   timeline_on = false;
   // The threads that had cells busy are not in the child. Bytes and residency change in one step under the lock: each
   // cell is either resident or absent.

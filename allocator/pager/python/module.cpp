@@ -93,7 +93,7 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   TORCH_CHECK(!the_session.open, "memmgr: a budget is open already");
   seconds_of_ticks(0);
   const c10::Device where{device};
-  Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, text_or_null(driver));
+  Pool* pool = where.is_cpu() ? cpu_pool(the_session) : device_pool(the_session, where, text_or_null(driver));
   open_tier(pool, may_offload ? folder : nullptr, disk_bytes, throttle, may_offload ? host_bytes : 0);
   learn_mapped();
   Options o;
@@ -278,7 +278,8 @@ uint64_t py_adopt(Addressed o) {
   Cell* c = nullptr;
   if (s && the_session.open) {
     c = cell_of(s.get());
-    if (!c && adoptable(s.get()) && s->nbytes() >= the_session.options.small_bytes) c = adopt(s.get());
+    if (!c && adoptable(the_session, s.get()) && s->nbytes() >= the_session.options.small_bytes)
+      c = adopt(the_session, s.get());
   }
   return c ? c->nbytes : 0;
 }
@@ -291,8 +292,8 @@ uint64_t py_adopt_all(TensorList tensors) {
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    if (is_small(s)) return;
-    (adoptable(s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
+    if (is_small(the_session.options, s)) return;
+    (adoptable(the_session, s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.object); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors.object, i);
@@ -309,7 +310,7 @@ uint64_t py_adopt_all(TensorList tensors) {
     StoragePtr s = former.storage.lock();
     if (!s) continue;
     const bool outlives = outlives_budget(former.escape);
-    if (adoptable(s.get()) && s->nbytes() >= the_session.options.small_bytes) {
+    if (adoptable(the_session, s.get()) && s->nbytes() >= the_session.options.small_bytes) {
       if (outlives) escaped.emplace_back(s, former.escape);
       found.push_back(std::move(s));
     } else if (outlives) {
@@ -319,8 +320,8 @@ uint64_t py_adopt_all(TensorList tensors) {
   former_cells() = std::move(kept);
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
-    if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
-  for (const StoragePtr& s : others) count_fixed(s.get());
+    if (const Cell* c = adopt(the_session, s.get())) bytes += c->nbytes;
+  for (const StoragePtr& s : others) count_fixed(the_session, s.get());
   {
     const WithoutGil released;
     for (const auto& [s, why] : escaped)

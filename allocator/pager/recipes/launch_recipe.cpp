@@ -34,7 +34,7 @@ struct LaunchDescriber {
       a.role = Role::kValue;
       if (a.storage_bytes) std::memcpy(a.value, s->data(), a.storage_bytes);
     } else {
-      if (!c && !owner) c = adopt(s);
+      if (!c && !owner) c = adopt(the_session, s);
       if (!c) return false;  // of memory that is not the pool's
       a.role = !owner ? Role::kRead : is_blank(c) ? Role::kFresh : Role::kWritten;
     }

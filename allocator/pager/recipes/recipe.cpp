@@ -126,7 +126,7 @@ struct Describer {
       a.role = Role::kValue;
     } else {
       a.role = written ? Role::kWritten : Role::kRead;
-      if (!c && here) c = adopt(s);
+      if (!c && here) c = adopt(the_session, s);
       if (!c) ok = false;
     }
     cells.push_back(c);
@@ -304,7 +304,7 @@ void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outpu
 }
 
 void keep_recipes_few() {
-  if (C10_UNLIKELY(recipe_bytes.load() > recipe_bytes_limit())) cut_recipes(false);
+  if (C10_UNLIKELY(recipe_bytes.load() > recipe_bytes_limit(the_session))) cut_recipes(false);
 }
 
 void cut_recipes(bool all) {

@@ -297,7 +297,7 @@ void hand_out(const Recipe* r, Version* v, StoragePtr& made, const Version* targ
   if (give_to_cell(v, made) || plan->uses[v] == 0) return;
   const Hold lock(graph_lock());
   if (v->cell || v->refs == 1) return;  // no other reference is left
-  lend_bytes_locked(v, std::move(pointer_of(made.get())));
+  lend_bytes_locked(*the_session.pool, v, std::move(pointer_of(made.get())));
   pointer_of(made.get()).clear();
   v->refs++;
   plan->lent.push_back(v);

@@ -114,20 +114,21 @@ static uint64_t may_leave_bytes() {
   return bytes;
 }
 
-void throw_out_of_memory(uint64_t request) {
-  if (const std::string why = the_session.pool->broken(); !why.empty())
-    TORCH_CHECK(false, "memmgr: ", the_session.pool->device.str(), " answers nothing any more: ", why,
+void throw_out_of_memory(Pool& pool, uint64_t request) {
+  Session& session = pool.session;
+  if (const std::string why = pool.broken(); !why.empty())
+    TORCH_CHECK(false, "memmgr: ", pool.device.str(), " answers nothing any more: ", why,
                 ". An earlier kernel failed; CUDA_LAUNCH_BLOCKING=1 shows which.");
-  const uint64_t limit = mm_arena_budget(the_session.arena), resident = mm_arena_resident(the_session.arena);
+  const uint64_t limit = mm_arena_budget(pool.arena), resident = mm_arena_resident(pool.arena);
   const uint64_t taken = rounded(request);
   const uint64_t refused = taken + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
   failing_op() = {"", 0, 0, taken};
-  std::string text = the_session.pool->out_of_memory_words() + std::to_string(request) +
-                     " bytes. memmgr: the budget of " + std::to_string(limit) +
-                     " bytes is spent: " + std::to_string(resident) + " bytes are in use and nothing more can leave.";
+  std::string text = pool.out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
+                     std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
+                     " bytes are in use and nothing more can leave.";
   {
-    const Hold lock(the_session.error_lock);
-    if (!the_session.tier_error.empty()) text += " The disk tier failed: " + the_session.tier_error + '.';
+    const Hold lock(session.error_lock);
+    if (!session.tier_error.empty()) text += " The disk tier failed: " + session.tier_error + '.';
   }
   begin_refusal(refused, text);
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);

@@ -5,9 +5,11 @@
 
 namespace memmgr::pager {
 
+class Pool;
+
 // Called by the arena inside malloc (rule 11): runs no op, takes no GIL. Returns the bytes released.
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
-__attribute__((noreturn)) void throw_out_of_memory(uint64_t request);
+__attribute__((noreturn)) void throw_out_of_memory(Pool& pool, uint64_t request);
 
 // Ways to make room that higher layers own. Each is set once, before the first budget.
 struct RoomSources {

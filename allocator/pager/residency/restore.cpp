@@ -38,7 +38,7 @@ static bool make_instead(Cell* c) {
   if (!may_be_dropped_locked(c) || c->version->recipe->checked) return false;  // its checksum was not taken
   set_evicted_locked(c->version, true, &trash);
   c->absence = Absence::kEvicted;
-  trash.slots.push_back(std::exchange(c->slot, -1));
+  trash.add_slot(c, std::exchange(c->slot, -1));
   return true;
 }
 
@@ -102,7 +102,7 @@ void bring_back(Cell* c) {
   try {
     const OwnWork own;
     TORCH_CHECK(!c->given_up, "memmgr: these bytes were lost when an earlier budget could not bring them back");
-    TORCH_CHECK(!is_capturing(),
+    TORCH_CHECK(!is_capturing(*c->pool),
                 "memmgr: a graph is captured that needs a tensor which has left the device; run what "
                 "it captures once before the capture begins, or give the budget more room");
     if (absence == Absence::kEvicted) {

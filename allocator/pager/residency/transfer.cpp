@@ -49,7 +49,7 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
   forget_write_locked(c);
   if (result < 0) {
     the_session.note_tier_error(-result);
-    trash->slots.push_back(slot);
+    trash->add_slot(c, slot);
     return;
   }
   c->slot = slot;
@@ -221,7 +221,7 @@ bool drop_clean_copies() {
     if (c->state.load() & (kBusy | kAbsent)) return;
     cancel_write_locked(c, &trash);
     if (has_file_copy(c)) return;
-    if (c->slot >= 0) trash.slots.push_back(c->slot);
+    if (c->slot >= 0) trash.add_slot(c, c->slot);
     c->slot = -1;
   });
   return !trash.slots.empty();
