@@ -215,7 +215,8 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     Call call(op, info, below, stack, old);
     const bool newborns_before = kept.there && others_have_newborns();  // a newborn that ends from now on frees room
     try {
-      if (depth.outermost() && !forked_child) admitted.emplace(need, alone, info->kind == OpClass::kForeign);
+      if (depth.outermost() && !forked_child)
+        admitted.emplace(the_session, need, alone, info->kind == OpClass::kForeign);
       call.run(frame, depth.outermost(), &kept);
       own.op_seconds = call.seconds;
       if (C10_UNLIKELY(moment != nullptr))
@@ -264,7 +265,7 @@ bool is_noted() {
 
 void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   if (C10_UNLIKELY(info->list_op) &&
-      run_in_slices(info, stack, [&](torch::jit::Stack* slice) { ordinary(op, info, below, slice); }))
+      run_in_slices(the_session, info, stack, [&](torch::jit::Stack* slice) { ordinary(op, info, below, slice); }))
     return;
   if (C10_LIKELY(!is_noted())) {
     page(op, info, below, stack, nullptr);
@@ -326,10 +327,10 @@ C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInf
                                       const torch::jit::Stack& stack) {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   if (info->kind == OpClass::kMetadata || tl_running_recipes > 0) return;
-  if (info->keeps) return finish_all_pending();
+  if (info->keeps) return finish_all_pending(the_session);
   if (info->kind == OpClass::kView && !info->tells_stream && is_view_of_storage(op, stack)) return;
   const size_t n = std::min(info->arguments, stack.size());
-  for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(stack[i]);
+  for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(the_session, stack[i]);
 }
 
 // Pins the tensors that a composite reads by address, while the frame lives. A composite that reads all of them may

@@ -105,7 +105,7 @@ class LaunchRecording {
   // The cells are pinned, and nothing is written yet. The GIL may be free.
   void begin(const Frame& frame) {
     if (C10_LIKELY(!on_) || frame.bytes() == 0) return;
-    recording_.begin(describe_launch(kernel_.info, arguments_));
+    recording_.begin(describe_launch(the_session, kernel_.info, arguments_));
     if (!recording_.recipe()) return;
     for (const KernelArgument& a : arguments_)
       if (a.written) note_written(a.tensor->unsafe_storage().unsafeGetStorageImpl());
@@ -192,7 +192,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
   for (int pauses = 0;;) {
     const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
     try {
-      if (outermost && !forked_child) admitted->emplace(frame->bytes(), alone);
+      if (outermost && !forked_child) admitted->emplace(the_session, frame->bytes(), alone);
       std::optional<WithoutGil> released;
       for (const Touched& t : frame->cells())
         if (C10_UNLIKELY(!t.cell->resident()) && !released) released.emplace();
@@ -248,7 +248,7 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
 PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
   if (C10_UNLIKELY(pending_slices.load(std::memory_order_relaxed) > 0))
     for_each_tensor(kernel, args, [](c10::TensorImpl* t, bool) {
-      each_storage(t, [](c10::StorageImpl* s) { finish_pending_of(s); });
+      each_storage(t, [](c10::StorageImpl* s) { finish_pending_of(the_session, s); });
     });
   if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0)
     return page(kernel, self, args, nullptr);

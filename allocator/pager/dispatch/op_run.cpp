@@ -109,7 +109,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const uint64_t& waited = waited_ns();
   const uint64_t stalled = waited;
   const bool cut = C10_UNLIKELY(info_->list_op) && outermost;
-  const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
+  const Share at_once = cut ? largest_index(the_session, info_, *stack_) : Share{};
   if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin();
   const uint64_t begun = ticks();
   Taking& here = taking();
@@ -171,14 +171,14 @@ Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::Array
     recording_.recipe()->kind->only_beside.store(
         true);  // the op runs once more, and its signature is not checked in place again
     if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
-    end_trial(recording_.recipe()->kind, false);
+    end_trial(the_session, recording_.recipe()->kind, false);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "memmgr: a second run failed: ", e.what());
   }
 }
 
 void Call::record(const c10::IValue* args, size_t n) {
   if (info_->seeded) drawing_ = begin_drawing();
-  recording_.begin(describe(info_, below_, args, n));
+  recording_.begin(describe(the_session, info_, below_, args, n));
   Recipe* const recipe = recording_.recipe();
   if (drawing_.owns_lock() && !(recipe && recipe->rng.defined())) drawing_.unlock();
   if (!recipe) return;
@@ -222,7 +222,7 @@ void Call::outputs(Frame& frame) {
     }
   }
   if (!recording_.recipe()) {
-    keep_recipes_few();
+    keep_recipes_few(the_session);
     return;
   }
   if (!any) {

@@ -73,7 +73,7 @@ void Recording::end_check(bool same, c10::ArrayRef<c10::StorageImpl*> made) {
     kind->bits_bytes = mm_bits_pack(pointer_of(made[0]).get(), made[0]->nbytes(), &bits);
     if (kind->bits_bytes) mm_bits_free(&bits);
   }
-  end_trial(kind, same);
+  end_trial(the_session, kind, same);
 }
 
 void Recording::check(c10::ArrayRef<c10::StorageImpl*> made, uint64_t bytes) {
@@ -88,7 +88,7 @@ void Recording::check(c10::ArrayRef<c10::StorageImpl*> made, uint64_t bytes) {
     kind->needs_bytes = refused_bytes() + bytes;
   } catch (const std::exception& e) {
     if (interrupts(e)) throw;
-    end_trial(kind, false);
+    end_trial(the_session, kind, false);
   }
   before_.clear();
 }
@@ -111,7 +111,7 @@ void Recording::attach_if_trusted(c10::ArrayRef<Version*> versions) {
     const Hold lock(graph_lock());
     attach_locked(std::move(recipe_), versions, &trash);
   }
-  keep_recipes_few();
+  keep_recipes_few(the_session);
 }
 
 }  // namespace memmgr::pager

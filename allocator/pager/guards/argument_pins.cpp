@@ -71,7 +71,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   self->region = self->reader = self->held = false;
   PyObject* result = guarded([&]() -> PyObject* {
     if (queues && the_session.open) note_stream();  // the reader may queue no op
-    for (const StoragePtr& s : storages) finish_pending_of(s.get());
+    for (const StoragePtr& s : storages) finish_pending_of(the_session, s.get());
     PyThreadState* saved = PyEval_SaveThread();
     size_t next = 0;
     try {

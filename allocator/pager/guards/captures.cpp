@@ -42,7 +42,7 @@ void begin_capture() {
     captures++;
     return;
   }
-  finish_all_pending();
+  finish_all_pending(the_session);
   finish_transfers();
   const bool may_evict =
       std::exchange(the_session.options.may_evict, false);  // room for them is made by offloading only
@@ -54,7 +54,7 @@ void begin_capture() {
     throw;
   }
   the_session.options.may_evict = may_evict;
-  cut_recipes(true);
+  cut_recipes(the_session, true);
   the_session.pool->settle();
   {
     const Hold lock(graph_lock());

@@ -27,7 +27,7 @@ void escape(Cell* c, Escape why) {
       c->filled_on = kNotFilled;
       end_comparisons_that_are_there();
     }
-    settle_late_slices();
+    settle_late_slices(the_session);
     begin_new_version(c);  // a holder of the address may write there at any time
   } catch (...) {
     unpin(c);
@@ -59,7 +59,7 @@ void foreign_write(c10::StorageImpl* s) {
   } else if (called && !tl_foreign) {
     return;
   }
-  finish_pending_of(s);
+  finish_pending_of(the_session, s);
   the_session.counters.foreign_writes++;
   escape(c, Escape::kForeignWrite);
 }

@@ -74,7 +74,7 @@ void ForeignScope::keep(const c10::IValue& view) {
 }
 
 ForeignCall::ForeignCall() {
-  finish_all_pending(true);
+  finish_all_pending(the_session, true);
   ++tl_readers;
 }
 
@@ -135,7 +135,7 @@ void collect(PyObject* in, std::vector<StoragePtr>* found) {
 template <class Call>
 PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
   PyObject* pin = guarded([&] {
-    finish_all_pending();  // the call may use tensors that are not among its arguments
+    finish_all_pending(the_session);  // the call may use tensors that are not among its arguments
     return new_pin(std::move(storages), true, false, true);
   });
   if (!pin) return nullptr;

@@ -54,7 +54,7 @@ void with_room(uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
       throw_out_of_memory(*the_session.pool, nbytes);
     alone.reset();
     if (pauses > 0) wait_for_others(kPauseSeconds);
-    alone.emplace(nbytes, true);
+    alone.emplace(the_session, nbytes, true);
   }
 }
 

@@ -46,8 +46,8 @@ void note_stream() {
     return;
   if (tl_running_recipes > 0) return;  // the recipe's op came through here when it ran first
   if (!several_streams.load()) set_asker(several_streams, true);
-  finish_all_pending(true);
-  settle_late_slices();
+  finish_all_pending(the_session, true);
+  settle_late_slices(the_session);
   in_order = true;
 }
 

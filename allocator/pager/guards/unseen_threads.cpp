@@ -65,7 +65,7 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   if (is_backends_thread()) return nullptr;
   see_this_thread(true);
   the_session.counters.unseen_ops++;
-  finish_all_pending(true);
+  finish_all_pending(the_session, true);
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
   auto all = hold_all();

@@ -197,11 +197,11 @@ std::vector<size_t> py_cuts(TensorLists lists) {
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(one); ++k)
       if (PyObject* o = PyList_GET_ITEM(one, k); THPVariable_Check(o)) {
         const at::Tensor& t = THPVariable_Unpack(o);
-        bytes[static_cast<size_t>(k)] += bytes_in_list(t);
+        bytes[static_cast<size_t>(k)] += bytes_in_list(the_session.options, t);
         all.push_back({t.unsafeGetTensorImpl(), static_cast<size_t>(k)});
       }
   }
-  std::vector<size_t> where = cuts(bytes);
+  std::vector<size_t> where = cuts(the_session, bytes);
   if (!where.empty() && share_memory(all)) where.clear();
   return where;
 }

@@ -54,8 +54,10 @@ std::vector<StoragePtr> storages_of(PyObject* items) {
 }
 
 bool py_add_pending(Callable run, TensorList tensors) {
-  return the_session.open && add_pending(run.object, storages_of(tensors.object));
+  return the_session.open && add_pending(the_session, run.object, storages_of(tensors.object));
 }
+
+void py_finish_pending(bool quietly) { finish_all_pending(the_session, quietly); }
 
 bool py_any_away(TensorList tensors) {
   for (const StoragePtr& s : storages_of(tensors.object)) {
@@ -79,7 +81,7 @@ std::optional<uint64_t> py_name(Addressed o) {
 bool py_escape(Addressed o, Escape why) {
   const StoragePtr s = storage_of(o.object);
   if (!s || !the_session.open) return false;
-  finish_pending_of(s.get());
+  finish_pending_of(the_session, s.get());
   const WithoutGil released;
   Cell* c = cell_of(s.get());
   // The slices of a mapped file become cells. The storage over the whole file becomes one only if an op touches it.
@@ -216,8 +218,8 @@ void bind_readers(Module& m) {
   m.def<&py_any_away>("any_away", "tensors", "True: one of the tensors is absent.");
   m.def<&py_forsake_file>("forsake_file", "path",
                           "Reads the cells that are mapped from this file. Called before the file is overwritten.");
-  m.def<&finish_all_pending>("finish_pending", "quietly=False",
-                             "Runs all waiting slices. quietly: an error is raised where the result is used.");
+  m.def<&py_finish_pending>("finish_pending", "quietly=False",
+                            "Runs all waiting slices. quietly: an error is raised where the result is used.");
   m.def<&py_name>("name", "tensor",
                   "The number that replaces the address in comparisons; None: that is the address, which any holder of "
                   "the tensor may take.");

@@ -245,7 +245,7 @@ void py_close() {
   staying.reset();
   forget_fixed();
   cells = all_cells();  // with the cells that were made in between
-  cut_recipes(true);
+  cut_recipes(the_session, true);
   for (auto& [c, s] : cells)
     if (cell_of(s.get()) == c && c->resident()) {
       if (!c->small) former_cells().push_back({WeakStorage(s), c->escape});

@@ -180,7 +180,7 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   torch::jit::Stack stack = arguments_of(r, std::move(sources), &inputs, &written);
   OneDnnStaysOn onednn;
   if (r.rng.defined())
-    draw_again(r.info, r.kind->kernel, r.keys, r.rng, &stack);
+    draw_again(*the_session.pool, r.info, r.kind->kernel, r.keys, r.rng, &stack);
   else
     r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
   onednn.returned();
