@@ -270,7 +270,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   if (C10_LIKELY(!is_noted())) {
     page(op, info, below, stack, nullptr);
   } else {
-    Moment moment;
+    Moment moment(the_session);
     page(op, info, below, stack, &moment);
     moment.left();
   }
@@ -506,7 +506,7 @@ void adopt_results(OpInfo* info, const torch::jit::Stack& results, const OldStor
   c10::SmallVector<Cell*, 4> made;
   adopt_outputs(info, results, results.size(), old, &made);
   if (made.empty() || !is_noted()) return;
-  Moment moment;
+  Moment moment(the_session);
   moment.ended(info, made.data(), made.size(), 0, 0);
   moment.left();
 }

@@ -234,7 +234,7 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
   double seconds = seconds_of_ticks(ticks() - begun);
   if (const uint64_t stall = waited - stalled) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
   if (depth.outermost() && frame.bytes() > 0)
-    note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
+    note_working_set(the_session, frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
   frame.end_newborns();
   if (!result) return nullptr;
   recording.end(seconds);
@@ -252,7 +252,7 @@ PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
     });
   if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0)
     return page(kernel, self, args, nullptr);
-  Moment moment;
+  Moment moment(the_session);
   PyObject* result = page(kernel, self, args, &moment);
   moment.left();
   return result;

@@ -107,8 +107,8 @@ void note_need_of(const Given& given, const Made& made) {
   // Its results are its only need, and their request is counted already.
   if (given.cells.empty() && !given.unmanaged) return;
   const uint64_t beside =
-      bytes_beside_what_stays(given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
-  failing_op().need_bytes = bytes_that_stay() + beside + given.gaps + given.unmanaged + made.bytes;
+      bytes_beside_what_stays(the_session, given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
+  failing_op().need_bytes = bytes_that_stay(the_session) + beside + given.gaps + given.unmanaged + made.bytes;
   note_floor(failing_op().need_bytes);
 }
 

@@ -110,7 +110,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const uint64_t stalled = waited;
   const bool cut = C10_UNLIKELY(info_->list_op) && outermost;
   const Share at_once = cut ? largest_index(the_session, info_, *stack_) : Share{};
-  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin();
+  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin(*the_session.pool);
   const uint64_t begun = ticks();
   Taking& here = taking();
   if (outermost) {
@@ -141,7 +141,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const uint64_t scratch = outermost ? static_cast<uint64_t>(here.scratch_peak) : 0;
   if (outermost && frame.bytes() + scratch > 0) {
     note_scratch(scratch);
-    note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; }, at_once);
+    note_working_set(the_session, frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; }, at_once);
   }
   frame.end_newborns();
   outputs(frame);
@@ -163,7 +163,7 @@ bool Call::may_try_in_place() const {
 
 Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
   try {
-    return pager::run_again_in_place(*recording_.recipe(), left, all);
+    return pager::run_again_in_place(the_session, *recording_.recipe(), left, all);
   } catch (const std::exception& e) {
     // The op's results are lost. Their cells end while they are pinned, so no thread finds them without bytes.
     stack_->resize(stack_->size() - info_->returns);

@@ -80,7 +80,7 @@ void Recording::check(c10::ArrayRef<c10::StorageImpl*> made, uint64_t bytes) {
   Kind* kind = recipe_->kind;
   if (!is_new() || !has_copies() || !may_check(bytes)) return;
   try {
-    const Again again = run_again(*recipe_, made, std::move(before_));
+    const Again again = run_again(the_session, *recipe_, made, std::move(before_));
     if (again == Again::kSameWhereWritten) kind->clears.store(true);
     end_check(again != Again::kOther, made);
   } catch (const c10::OutOfMemoryError&) {

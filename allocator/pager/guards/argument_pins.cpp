@@ -37,7 +37,7 @@ void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
   if (reinterpret_cast<PinObject*>(self)->region) {
     --tl_regions;
-    if (the_session.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
+    if (the_session.open) note_working_set(the_session, pins->size(), [&](size_t i) { return (*pins)[i].first; });
   }
   if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
   if (reinterpret_cast<PinObject*>(self)->held) {

@@ -43,7 +43,7 @@ void begin_capture() {
     return;
   }
   finish_all_pending(the_session);
-  finish_transfers();
+  finish_transfers(the_session);
   const bool may_evict =
       std::exchange(the_session.options.may_evict, false);  // room for them is made by offloading only
   try {

@@ -7,7 +7,6 @@
 #include "base/clock.h"
 #include "base/lock.h"
 #include "base/module_of_op.h"
-#include "base/session.h"
 #include "cells/cell.h"
 #include "pools/pool.h"
 #include "pools/scratch.h"
@@ -61,8 +60,8 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
 constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
 uint32_t timed_periods = 0;  // under the graph's lock
 
-void time_ops_locked(Period& p, bool noted) {
-  mm_device* device = noted && the_session.pool ? the_session.pool->queue() : nullptr;
+void time_ops_locked(const Pool* pool, Period& p, bool noted) {
+  mm_device* device = noted && pool ? pool->queue() : nullptr;
   const bool timed = device && (timed_periods++ < kTimedPeriods || p.number % kTimedAgain == 0);
   if (timed)
     p.noted.points = std::shared_ptr<mm_points>(mm_points_begin(device), [](mm_points* points) {
@@ -73,10 +72,10 @@ void time_ops_locked(Period& p, bool noted) {
 
 }  // namespace
 
-uint32_t begin_op_locked(Period& p, OpInfo* info, uint64_t now) {
+uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now) {
   OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
   if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
-  const uint64_t all = mm_arena_resident(the_session.arena), paged = resident_cell_bytes.load();
+  const uint64_t all = mm_arena_resident(session.arena), paged = resident_cell_bytes.load();
   note.other = all - std::min(all, paged);
   note.module = current_module();
   p.noted.ops.push_back(note);
@@ -94,8 +93,8 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
   p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.loop ? 0 : c->nbytes);
 }
 
-Timeline begin_next_locked(Period& p, bool noted) {
-  const uint64_t trials = the_session.counters.trials.load();
+Timeline begin_next_locked(const Session& session, Period& p, bool noted) {
+  const uint64_t trials = session.counters.trials.load();
   Timeline ended = std::move(p.noted);
   ended.trials = trials - p.trials_before;
   const uint32_t number = p.number + 1;
@@ -107,7 +106,7 @@ Timeline begin_next_locked(Period& p, bool noted) {
   p.trials_before = trials;
   p.begun = serial_of_next_locked();
   timeline_on = noted;
-  time_ops_locked(p, noted);
+  time_ops_locked(session.pool, p, noted);
   return ended;
 }
 
@@ -125,13 +124,14 @@ void forget_steady_locked() {
   timed_periods = 0;
 }
 
-void OpTimer::begin() {
+void OpTimer::begin(const Pool& pool) {
   {
     const Hold lock(graph_lock());
     points_ = period_locked().noted.points;
   }
   if (!points_) return;  // the period has ended in between
-  begins_ = mm_points_add(points_.get(), the_session.pool->stream());
+  pool_ = &pool;
+  begins_ = mm_points_add(points_.get(), pool.stream());
   Taking& here = taking();
   here.points = points_.get();
   here.searches.clear();
@@ -139,7 +139,7 @@ void OpTimer::begin() {
 
 void OpTimer::end_timed() {
   taking().points = nullptr;
-  ends_ = mm_points_add(points_.get(), the_session.pool->stream());
+  ends_ = mm_points_add(points_.get(), pool_->stream());
 }
 
 OpTimer::~OpTimer() {

@@ -222,7 +222,7 @@ void py_drain() {
   {
     const WithoutGil released;
     drop_what_waits();
-    poll_transfers();
+    poll_transfers(the_session);
   }
   poll_works();
 }

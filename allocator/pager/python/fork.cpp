@@ -26,7 +26,7 @@ void before_fork() {
   at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   for (;;) {
     try {
-      if (transfers_under_way()) finish_transfers();  // the child has no thread that would end them
+      if (transfers_under_way()) finish_transfers(the_session);  // the child has no thread that would end them
     } catch (const std::exception&) {
     }
     take_locks_for_fork();

@@ -193,7 +193,7 @@ void py_close() {
   forget_periods();
   Py_BEGIN_ALLOW_THREADS;
   try {
-    finish_transfers();
+    finish_transfers(the_session);
   } catch (...) {
     wrong = std::current_exception();
   }
@@ -264,7 +264,7 @@ void py_close() {
   the_session.pool->uninstall();
   mm_arena_set_layout(the_session.arena, MM_REMAP_FIRST, 0);
   if (the_session.tier) {
-    finish_transfers();
+    finish_transfers(the_session);
     mm_tier_close(the_session.tier);
     the_session.tier = nullptr;
     the_session.tier_writes = false;

@@ -79,10 +79,11 @@ static at::DataPtr copy_back(Cell* c, Absence* absence) {
     mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
     return bytes;
   }
-  const int wrong = mm_tier_read_now(the_session.tier, c->slot, bytes.get());
+  Session& session = c->pool->session;
+  const int wrong = mm_tier_read_now(session.tier, c->slot, bytes.get());
   if (wrong >= 0) return bytes;
   if (has_file_copy(c)) throw_file_failed(c, -wrong);
-  the_session.note_tier_error(-wrong);
+  session.note_tier_error(-wrong);
   TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
               " bytes back: ", std::strerror(-wrong),
               forked_child ? " (a forked child: its parent has needed the room on the disk)" : "");
@@ -120,7 +121,8 @@ void bring_back(Cell* c) {
   }
   bool last;
   const uint64_t waited = wait.end();
-  (absence == Absence::kEvicted ? the_session.counters.remat_ns : the_session.counters.stall_ns) += waited;
+  Counters& counters = c->pool->session.counters;
+  (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
   {
     Trash trash;
     const Hold lock(graph_lock());
