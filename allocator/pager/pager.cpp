@@ -40,6 +40,7 @@
 #include "dispatch/op_run.cpp"
 #include "dispatch/recording.cpp"
 #include "dispatch/small_ops.cpp"
+#include "dispatch/the_session.cpp"
 #include "guards/address_exports.cpp"
 #include "guards/argument_pins.cpp"
 #include "guards/captures.cpp"

@@ -4,8 +4,6 @@
 
 namespace memmgr::pager {
 
-Session the_session;
-
 void Session::note_tier_error(int error) {
   counters.tier_errors++;
   const Hold lock(error_lock);

@@ -50,9 +50,9 @@ struct Counters {
   uint64_t ops_before = 0;  // ops that threads had counted when the budget opened (kernel_slots.h)
 };
 
-// A budget from its opening to its end. The process has one such object for all its budgets, which follow one another:
-// it is never destroyed, and a reference to it is valid at any time. After a budget's end `pool` and `arena` are still
-// its own.
+// A budget from its opening to its end. The process has one such object for all its budgets, which follow one another
+// (dispatch/the_session.h). A reference to it is valid at any time. Cells and blocks outlive budgets: after one has
+// ended `open` is false, `tier` is null, and `pool` and `arena` are still its own.
 struct Session {
   Session() = default;
   Session(const Session&) = delete;
@@ -74,8 +74,6 @@ struct Session {
   Lock& error_lock = lock_of(LockId::kTierError);
   std::string tier_error GUARDED_BY(error_lock);  // the last one
 };
-
-extern Session the_session;
 
 // Returns the bytes as the allocator counts them.
 inline uint64_t rounded(uint64_t bytes) { return (bytes + MM_UNIT - 1) / MM_UNIT * MM_UNIT; }

@@ -16,7 +16,6 @@
 #include "base/kernel_slots.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
-#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
@@ -31,6 +30,7 @@
 #include "concurrency/deferred_steps.h"
 #include "dispatch/op_need.h"
 #include "dispatch/op_run.h"
+#include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
 #include "guards/escape.h"
@@ -111,7 +111,7 @@ bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
     if (!found) return false;
     storage = hold(found);
     if (!storage) return false;
-    if (!*frame) *frame = std::make_unique<Frame>();
+    if (!*frame) *frame = std::make_unique<Frame>(the_session);
     (*frame)->add_pinned(found);
   }
   bring_back(found);
@@ -159,7 +159,7 @@ class OwnTime {
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
           Moment* moment) {
   if (C10_UNLIKELY(queues)) {
-    note_stream();
+    note_stream(the_session);
     if (C10_UNLIKELY(unmarked().due())) {
       mark_stream(the_session);
       end_comparisons_that_are_there();
@@ -168,7 +168,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   Depth depth;
   OwnTime own(depth.outermost());
   std::optional<Admitted> admitted;  // ends after the pins
-  Frame frame;
+  Frame frame(the_session);
   frame.may_wait(depth.outermost());
   frame.reads_hardly(info->reads_hardly);
   std::unique_ptr<Frame> extra;  // for tensors that are not among the arguments
@@ -281,7 +281,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
 // A captured graph stores addresses, so the cells that it touches may not move.
 void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Depth depth;
-  Frame frame;
+  Frame frame(the_session);
   touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
   frame.pin_all();
   frame.begin_writes();
@@ -354,7 +354,7 @@ void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& s
 // Torch's own composites that read by address: a packed sequence's batch sizes, for example.
 template <c10::DispatchKey backend>
 void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  Frame read;
+  Frame read(the_session);
   std::optional<InKernel> inside;
   if (the_session.open.load(std::memory_order_relaxed)) inside.emplace();
   std::optional<ForeignScope> scope;
@@ -371,7 +371,7 @@ void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet
 // than the region's: a custom op may have its own.
 void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   finish_pending(op, info, *stack);
-  Frame frame(false);
+  Frame frame(the_session, false);
   if (info->kind != OpClass::kView && info->kind != OpClass::kMetadata)
     touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
   frame.pin_all();
@@ -437,7 +437,7 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
       }
       break;
     case OpClass::kComposite: {
-      Frame read;
+      Frame read(the_session);
       std::optional<ForeignScope> scope;
       if (C10_UNLIKELY(info->reads_raw != RawReads::kNone)) pin_for_reader(read, info, *stack);
       if (C10_UNLIKELY(info->reads_raw == RawReads::kAll)) scope.emplace();
@@ -490,7 +490,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   finish_pending(op, info, *stack);
   if (!NestedOp::is_one(info, below)) return run_op(op, info, below, stack);
   std::optional<NestedOp> nested;
-  with_our_errors([&] { nested.emplace(*stack, info->arguments); });
+  with_our_errors([&] { nested.emplace(the_session, *stack, info->arguments); });
   run_op(op, info, below, stack);
   with_our_errors([&] { nested->returned(*stack, info->returns); });
 }

@@ -18,7 +18,6 @@
 #include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/lock.h"
-#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
@@ -29,6 +28,7 @@
 #include "dispatch/kernel.h"
 #include "dispatch/op_need.h"
 #include "dispatch/recording.h"
+#include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
 #include "guards/extension_ops.h"
@@ -217,7 +217,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
 PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* moment) {
   const Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
-  Frame frame;
+  Frame frame(the_session);
   frame.may_wait(depth.outermost());
   LaunchRecording recording(kernel, depth.outermost());
   recording.read(args);

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "base/seen_threads.h"
-#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
 #include "cells/types.h"
+#include "dispatch/the_session.h"
 #include "residency/floor.h"
 
 namespace memmgr::pager {

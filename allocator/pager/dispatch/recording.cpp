@@ -6,8 +6,8 @@
 
 #include "base/lock.h"
 #include "base/refusal.h"
-#include "base/session.h"
 #include "cells/cell.h"
+#include "dispatch/the_session.h"
 #include "pools/pool.h"
 #include "pools/stream_rules.h"
 #include "remat/determinism_check.h"

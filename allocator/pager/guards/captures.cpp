@@ -28,34 +28,33 @@ std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
   return found;
 }
 
-void bring_back_each(const std::vector<std::pair<Cell*, StoragePtr>>& cells, bool only_if_room) {
+void bring_back_each(mm_arena* arena, const std::vector<std::pair<Cell*, StoragePtr>>& cells, bool only_if_room) {
   for (const auto& [c, s] : cells) {
-    if (only_if_room && mm_arena_resident(the_session.arena) + c->nbytes > mm_arena_budget(the_session.arena)) continue;
+    if (only_if_room && mm_arena_resident(arena) + c->nbytes > mm_arena_budget(arena)) continue;
     fetch(c);
   }
 }
 
 }  // namespace
 
-void begin_capture() {
+void begin_capture(Session& session) {
   if (captures.load() > 0) {
     captures++;
     return;
   }
-  finish_all_pending(the_session);
-  finish_transfers(the_session);
-  const bool may_evict =
-      std::exchange(the_session.options.may_evict, false);  // room for them is made by offloading only
+  finish_all_pending(session);
+  finish_transfers(session);
+  const bool may_evict = std::exchange(session.options.may_evict, false);  // room for them is made by offloading only
   try {
-    for (auto gone = absent(true); !gone.empty(); gone = absent(true)) bring_back_each(gone, false);
-    bring_back_each(absent(false), true);
+    for (auto gone = absent(true); !gone.empty(); gone = absent(true)) bring_back_each(session.arena, gone, false);
+    bring_back_each(session.arena, absent(false), true);
   } catch (...) {
-    the_session.options.may_evict = may_evict;
+    session.options.may_evict = may_evict;
     throw;
   }
-  the_session.options.may_evict = may_evict;
-  cut_recipes(the_session, true);
-  the_session.pool->settle();
+  session.options.may_evict = may_evict;
+  cut_recipes(session, true);
+  session.pool->settle();
   {
     const Hold lock(graph_lock());
     for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // no stream waits inside the graph

@@ -57,7 +57,7 @@ at::DataPtr put_locked(Cell* c, at::DataPtr bytes) {
 // Returns true if the file still has the bytes of the cell. The caller has the cell busy, and the file is its copy.
 bool file_agrees(Cell* c) {
   const MappedRange& range = *c->range;
-  if (mm_tier_check_lent(the_session.tier, c->slot) < 0) return false;
+  if (mm_tier_check_lent(c->pool->session.tier, c->slot) < 0) return false;
   if (in_mapping(c)) return true;
   const bool agrees = c->state.load() & kAbsent
                           ? sum_agrees(c, range.begin)
@@ -88,7 +88,7 @@ void move_to_mapping(Cell* c) {
     if (has_file_copy(c)) {
       if (!file_agrees(c)) throw_file_failed(c, ESTALE);
     } else if (absent) {
-      const int error = mm_tier_read_now(the_session.tier, c->slot, range.begin);
+      const int error = mm_tier_read_now(c->pool->session.tier, c->slot, range.begin);
       TORCH_CHECK(error >= 0, "memmgr: the disk tier failed: reading ", c->nbytes,
                   " bytes back: ", std::strerror(-error));
       check_sum(c, range.begin);
@@ -222,7 +222,7 @@ static void move_to_pool(Cell* c) {
   try {
     if (absent || in_mapping(c)) block = allocate_for(c);
     if (absent) {
-      if (const int error = mm_tier_read_now(the_session.tier, c->slot, block.get()); error < 0)
+      if (const int error = mm_tier_read_now(c->pool->session.tier, c->slot, block.get()); error < 0)
         throw_file_failed(c, -error);
       check_sum(c, block.get());
     } else if (block) {

@@ -40,14 +40,13 @@ static void set_asker(std::atomic<bool>& flag, bool on) {
     if (s) drop(std::move(s));
 }
 
-void note_stream() {
-  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) ||
-      the_session.pool->stream() == the_session.pool->opened_on())
+void note_stream(const Session& session) {
+  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || session.pool->stream() == session.pool->opened_on())
     return;
   if (tl_running_recipes > 0) return;  // the recipe's op came through here when it ran first
   if (!several_streams.load()) set_asker(several_streams, true);
-  finish_all_pending(the_session, true);
-  settle_late_slices(the_session);
+  finish_all_pending(session, true);
+  settle_late_slices(session);
   in_order = true;
 }
 

@@ -80,7 +80,7 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
 void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, OpTimer* timer) {
   if (position_ < 0) {
     if (n == 0) return;
-    begins(info, Frame(), false);  // the op has run: actions that are due wait for the next op
+    begins(info, Frame(session_), false);  // the op has run: actions that are due wait for the next op
     if (position_ < 0) return;
   }
   const Hold lock(graph_lock());

@@ -13,6 +13,7 @@
 
 #include "base/gil.h"
 #include "base/link.h"
+#include "dispatch/the_session.h"
 #include "ops/list_ops.h"
 #include "ops/op_info.h"
 #include "plan/follow.h"

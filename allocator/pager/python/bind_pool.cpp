@@ -7,7 +7,7 @@
 
 #include "base/clock.h"
 #include "base/gil.h"
-#include "base/session.h"
+#include "dispatch/the_session.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {

@@ -5,10 +5,10 @@
 
 #include "base/forked_child.h"
 #include "base/lock.h"
-#include "base/session.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
 #include "cells/types.h"
+#include "dispatch/the_session.h"
 #include "plan/timeline.h"
 #include "pools/pool.h"
 #include "residency/checksums.h"

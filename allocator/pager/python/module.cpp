@@ -17,7 +17,6 @@
 #include "base/link.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
-#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -26,6 +25,7 @@
 #include "cells/freeze.h"
 #include "cells/types.h"
 #include "concurrency/python_threads.h"
+#include "dispatch/the_session.h"
 #include "guards/address_exports.h"
 #include "guards/argument_pins.h"
 #include "guards/captures.h"
@@ -129,8 +129,8 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   the_session.counters.ops_before = ops_counted();
   forget_moved();
   listeners = at::hasCallbacks() ? uint32_t{kOthers} : 0;
-  catch_unseen_threads(true);
-  watch_exports(true);
+  catch_unseen_threads(the_session, true);
+  watch_exports(the_session, true);
   the_session.open.store(true, std::memory_order_release);
   let_callbacks_rest(true);
   see_this_thread(true);
@@ -234,9 +234,9 @@ void py_close() {
   forget_comparisons();
   Py_END_ALLOW_THREADS;
   the_session.open.store(false, std::memory_order_release);
-  catch_unseen_threads(false);
+  catch_unseen_threads(the_session, false);
   let_callbacks_rest(false);
-  watch_exports(false);
+  watch_exports(the_session, false);
   // Ops of other threads that began under the budget have pins on cells that end now, or are about to pin them.
   Py_BEGIN_ALLOW_THREADS;
   if (!wait_until_kernel_is_left(60))
@@ -302,7 +302,7 @@ uint64_t py_adopt_all(TensorList tensors) {
     const at::Tensor& t = THPVariable_Unpack(o);
     add(t);
     if (gradients && t.defined() && t.is_leaf()) add(t.grad());
-    if (gradients && t.defined()) guard_hooks_of(t);
+    if (gradients && t.defined()) guard_hooks_of(the_session, t);
   }
   std::vector<std::pair<StoragePtr, Escape>> escaped;
   std::vector<FormerCell> kept;  // for a later budget: this one makes no cell of them
@@ -404,7 +404,7 @@ void bind_all(PyObject* module) {
   bind_introspection(m);
   bind_pool(m);
   bind_descriptions(m);
-  guard_new_hooks();
+  guard_new_hooks(the_session);
 }
 
 }  // namespace
