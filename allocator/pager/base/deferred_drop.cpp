@@ -10,7 +10,6 @@
 #include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/private_member.h"
-#include "base/session.h"
 
 namespace memmgr::pager {
 

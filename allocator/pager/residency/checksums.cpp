@@ -10,7 +10,6 @@
 #include "base/errors.h"
 #include "base/forked_child.h"
 #include "base/lock.h"
-#include "base/session.h"
 #include "cells/cell.h"
 #include "cells/mapped_range.h"
 #include "pools/pool.h"
