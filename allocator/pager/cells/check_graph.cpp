@@ -11,6 +11,7 @@
 #include "cells/cell.h"
 #include "cells/types.h"
 #include "cells/version.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 

@@ -16,6 +16,7 @@
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
