@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "base/lock.h"
 #include "ops/op_info.h"
 
 namespace memmgr::pager {
