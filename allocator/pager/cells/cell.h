@@ -59,7 +59,7 @@ struct Trash {
   c10::SmallVector<Slot, 2> slots;  // freed first: a slot that is being written reads the bytes
   std::vector<std::unique_ptr<MappedRange>> ranges;
   // Takes a slot that the cell has had in the tier.
-  void add_slot(const Cell* c, mm_slot slot);
+  C10_NOINLINE void add_slot(const Cell* c, mm_slot slot);
   void end();
   ~Trash() { end(); }
 };
@@ -140,6 +140,7 @@ void count_root_locked(Cell* c);
 uint64_t serial_of_next_locked();
 uint64_t next_serial_locked();  // takes it
 // Small cells that live for recipes alone count as recipe bytes (rule 5).
+constexpr uint64_t kLeastRecipeBytes = 4 << 20;  // room enough for a small model's recipes
 uint64_t recipe_bytes_limit(const Session& session);
 bool room_for_kept(const Cell* c);
 void keep(Cell* c);

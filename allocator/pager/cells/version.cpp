@@ -132,7 +132,6 @@ Version* new_version_locked(Cell* c, Trash* trash) {
 }
 
 void settle_before_write(Cell* c) {
-  Session& session = c->pool->session;
   Cell* copy = nullptr;
   const auto end_unused = [](Cell* unused) {
     const Hold lock(graph_lock());
@@ -157,6 +156,7 @@ void settle_before_write(Cell* c) {
     if (queues) copy->filled_on = copy->pool->stream();
     note_home(copy);
   } catch (const c10::OutOfMemoryError&) {  // the op's pins leave no room for a copy: the tier gets it
+    Session& session = c->pool->session;
     const bool below = session.may_offload() && !c->small && c->pool->on_host();
     if (below) copy->slot = mm_tier_write_now(session.tier, c->bytes.get(), c->nbytes);
     if (copy->slot < 0) {
@@ -170,7 +170,7 @@ void settle_before_write(Cell* c) {
     end_unused(copy);
     throw;
   }
-  session.counters.copies_before_write++;
+  c->pool->session.counters.copies_before_write++;
   Trash trash;
   const Hold lock(graph_lock());
   Version* v = c->version;

@@ -20,7 +20,7 @@ namespace memmgr::pager {
 extern std::atomic<uint64_t> least_born_bytes;
 
 // Compares the arena's small blocks with the budget.
-void look_at_small_blocks(mm_arena* arena);
+C10_NOINLINE void look_at_small_blocks(mm_arena* arena);
 
 // Notes a request of so many bytes.
 inline void note_small_request(mm_arena* arena, uint64_t nbytes) {

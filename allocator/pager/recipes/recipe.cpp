@@ -26,18 +26,25 @@ MEMMGR_PRIVATE_MEMBER(BoxedOfKernel, c10::KernelFunction, boxed_kernel_func_)
 MEMMGR_PRIVATE_MEMBER(FunctorOfBoxed, c10::BoxedKernel, functor_)
 MEMMGR_PRIVATE_MEMBER(CodeOfBoxed, c10::BoxedKernel, boxed_kernel_func_)
 
-bool is_plain(const Session& session, const c10::TensorImpl* t) {
+// Completes is_plain() for a tensor with other keys than most tensors of the CPU have.
+static C10_NOINLINE bool is_plain_with_other_keys(const Session& session, const c10::TensorImpl* t) {
   using K = c10::DispatchKey;
   const c10::DispatchKeySet k = t->key_set();
-  if (!t->has_storage() || t->has_symbolic_sizes_strides()) return false;
-  constexpr c10::DispatchKeySet of_all({K::ADInplaceOrView, K::AutogradFunctionality, K::AutocastCPU});
-  if (C10_LIKELY((k.raw_repr() & ~of_all.raw_repr()) == c10::DispatchKeySet(K::CPU).raw_repr())) return true;  // most
   if (t->is_python_dispatch()) return false;
   if (k.has_any(c10::DispatchKeySet(
           {K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor, K::Conjugate, K::Negative})))
     return false;
   return k.has(K::Dense) && t->layout() == c10::kStrided && !t->is_quantized() && !t->is_nested() &&
          (t->device().is_cpu() || (session.pool && t->device() == session.pool->device));
+}
+
+bool is_plain(const Session& session, const c10::TensorImpl* t) {
+  using K = c10::DispatchKey;
+  if (!t->has_storage() || t->has_symbolic_sizes_strides()) return false;
+  constexpr c10::DispatchKeySet of_all({K::ADInplaceOrView, K::AutogradFunctionality, K::AutocastCPU});
+  const uint64_t keys = t->key_set().raw_repr() & ~of_all.raw_repr();
+  if (C10_LIKELY(keys == c10::DispatchKeySet(K::CPU).raw_repr())) return true;  // most
+  return is_plain_with_other_keys(session, t);
 }
 
 static c10::DispatchKey key_of(c10::DeviceType type) {
@@ -306,7 +313,9 @@ void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outpu
 }
 
 void keep_recipes_few(Session& session) {
-  if (C10_UNLIKELY(recipe_bytes.load() > recipe_bytes_limit(session))) cut_recipes(session, false);
+  const uint64_t bytes = recipe_bytes.load();
+  if (C10_LIKELY(bytes <= kLeastRecipeBytes)) return;
+  if (C10_UNLIKELY(bytes > recipe_bytes_limit(session))) cut_recipes(session, false);
 }
 
 void cut_recipes(Session& session, bool all) {
