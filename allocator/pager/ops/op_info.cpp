@@ -452,6 +452,12 @@ struct CountsEnds : c10::OpRegistrationListener {
   void onOperatorDeregistered(const c10::OperatorHandle&) override { ended_ops++; }  // under the dispatcher's lock
 };
 
+struct KnownOps {
+  std::unordered_map<c10::OperatorHandle, std::pair<OpInfo*, uint32_t>> all;  // with ended_ops at that time
+  c10::RegistrationHandleRAII listening =
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountsEnds>());
+};
+
 }  // namespace
 
 OpInfo* info_of(const c10::OperatorHandle& op) {
@@ -467,12 +473,9 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
   const uint32_t ended = ended_ops.load(std::memory_order_relaxed);
   if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op && e.ended == ended)) return e.info;
   Lock& lock = lock_of(LockId::kOpInfos);
-  static auto* all = new std::unordered_map<c10::OperatorHandle, std::pair<OpInfo*, uint32_t>>;
-  static auto* listening = new c10::RegistrationHandleRAII(
-      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountsEnds>()));
-  (void)listening;
+  static auto* known = new KnownOps;
   const Hold held(lock);
-  auto& [info, then] = (*all)[op];
+  auto& [info, then] = known->all[op];
   // Torch's own entries are kept: their signatures have earned trust.
   if (!info || (then != ended && !(info->torchs && is_torchs(op)))) info = new OpInfo(op);
   then = ended;

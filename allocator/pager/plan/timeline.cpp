@@ -16,23 +16,25 @@ namespace memmgr::pager {
 std::atomic<bool> timeline_on{false};
 std::atomic<bool> times_ops{false};
 
-Period& period_locked() {
-  static auto* p = new Period;
-  return *p;
-}
-
 namespace {
 
-// The last turn of a loop that equalled the turn before it. Guarded by the graph's lock.
+// The last turn of a loop that equalled the turn before it.
 struct Steady {
   uint64_t hash = 0;
   std::vector<std::pair<uint32_t, Cell*>> cells;  // by ordinal, the cells that live on; null: the cell has ended
   uint64_t until = 0;                             // cells with this serial or a later one were made after the turn
 };
 
-Steady& steady() {
-  static auto* s = new Steady;
-  return *s;
+// Guarded by the graph's lock.
+struct Periods {
+  Period now;
+  Steady steady;
+  uint32_t timed = 0;  // periods that were timed since the budget opened
+};
+
+Periods& periods() {
+  static auto* p = new Periods;
+  return *p;
 }
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
@@ -58,11 +60,10 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
 // The first periods of a budget are timed, since plans are made of them, and later one in 16. Two points cost an op two
 // microseconds (an H100's host: 0.9 each).
 constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
-uint32_t timed_periods = 0;  // under the graph's lock
 
 void time_ops_locked(const Pool* pool, Period& p, bool noted) {
   mm_device* device = noted && pool ? pool->queue() : nullptr;
-  const bool timed = device && (timed_periods++ < kTimedPeriods || p.number % kTimedAgain == 0);
+  const bool timed = device && (periods().timed++ < kTimedPeriods || p.number % kTimedAgain == 0);
   if (timed)
     p.noted.points = std::shared_ptr<mm_points>(mm_points_begin(device), [](mm_points* points) {
       if (points) mm_points_end(points);
@@ -71,6 +72,8 @@ void time_ops_locked(const Pool* pool, Period& p, bool noted) {
 }
 
 }  // namespace
+
+Period& period_locked() { return periods().now; }
 
 uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now) {
   OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
@@ -111,7 +114,7 @@ Timeline begin_next_locked(const Session& session, Period& p, bool noted) {
 }
 
 void keep_steady_locked(const Timeline& turn, const Period& p) {
-  Steady& s = steady();
+  Steady& s = periods().steady;
   s.hash = turn.hash();
   s.until = serial_of_next_locked();
   s.cells.clear();
@@ -120,8 +123,8 @@ void keep_steady_locked(const Timeline& turn, const Period& p) {
 }
 
 void forget_steady_locked() {
-  steady() = Steady();
-  timed_periods = 0;
+  periods().steady = Steady();
+  periods().timed = 0;
 }
 
 void OpTimer::begin(const Pool& pool) {
@@ -255,7 +258,7 @@ void take_device_times(Timeline* t) {
 
 static void forget_in_timeline_locked(Cell* c) {
   Period& p = period_locked();
-  if (Steady& s = steady(); c->serial < s.until) {
+  if (Steady& s = periods().steady; c->serial < s.until) {
     for (auto& [ordinal, cell] : s.cells)
       if (cell == c) cell = nullptr;
   }
@@ -289,7 +292,7 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal) {
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash) {
   const Period& p = period_locked();
   if (p.noted.before == hash) return ordinal < p.previous.size() ? p.previous[ordinal] : nullptr;
-  const Steady& s = steady();
+  const Steady& s = periods().steady;
   if (s.hash != hash) return nullptr;
   const auto found = std::lower_bound(s.cells.begin(), s.cells.end(), ordinal,
                                       [](const auto& at, uint32_t o) { return at.first < o; });

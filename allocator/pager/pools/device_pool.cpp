@@ -190,14 +190,11 @@ class DevicePool final : public Pool {
   mm_stream main_ = nullptr;  // the stream on which the budget was opened: blocks for prefetches are allocated on it
 };
 
-std::array<DevicePool*, 64>& pools() {
-  static auto* all = new std::array<DevicePool*, 64>{};  // for the life of the process: tensors may outlive budgets
-  return *all;
-}
+std::array<DevicePool*, 64> pools{};  // for the life of the process: tensors may outlive budgets
 
 void free_on_device(void* block) {
   if (!block || forked_child) return;
-  for (DevicePool* pool : pools())
+  for (DevicePool* pool : pools)
     if (pool && mm_arena_owns(pool->arena, block)) return pool->give(block);
 }
 
@@ -285,8 +282,8 @@ void DevicePool::forget_in_child() {
 
 Pool* device_pool(Session& session, c10::Device where, const char* driver_path) {
   const auto ordinal = static_cast<size_t>(where.index());
-  TORCH_CHECK(where.index() >= 0 && ordinal < pools().size(), "memmgr: no device ", where.str());
-  if (pools()[ordinal]) return pools()[ordinal];
+  TORCH_CHECK(where.index() >= 0 && ordinal < pools.size(), "memmgr: no device ", where.str());
+  if (pools[ordinal]) return pools[ordinal];
   char why[256] = "";
   mm_device* memory = nullptr;
   if (where.type() == c10::kCUDA) {
@@ -296,9 +293,9 @@ Pool* device_pool(Session& session, c10::Device where, const char* driver_path) 
     memory = mm_device_open(driver, where.index(), MM_UNLIMITED, MM_MEMORY_MAPPED, why, sizeof why);
   }
   TORCH_CHECK(memory, "memmgr: no device memory: ", why);
-  pools()[ordinal] = new DevicePool(session, where, memory);
-  mm_arena_set_reclaim(mm_device_arena(memory), room_maker.reclaim, static_cast<Pool*>(pools()[ordinal]));
-  return pools()[ordinal];
+  pools[ordinal] = new DevicePool(session, where, memory);
+  mm_arena_set_reclaim(mm_device_arena(memory), room_maker.reclaim, static_cast<Pool*>(pools[ordinal]));
+  return pools[ordinal];
 }
 
 void use_plugin(const mm_plugin* table) {
