@@ -1,5 +1,4 @@
 // One unit for the compiler: torch's headers are most of the work. Every file also compiles alone (make check-units).
-#include "base/budget.cpp"
 #include "base/clock.cpp"
 #include "base/deferred_drop.cpp"
 #include "base/errors.cpp"
@@ -12,6 +11,7 @@
 #include "base/module_of_op.cpp"
 #include "base/refusal.cpp"
 #include "base/seen_threads.cpp"
+#include "base/session.cpp"
 #include "base/source_lines.cpp"
 #include "base/tensors.cpp"
 #include "base/thread_state.cpp"
@@ -40,6 +40,7 @@
 #include "dispatch/op_run.cpp"
 #include "dispatch/recording.cpp"
 #include "dispatch/small_ops.cpp"
+#include "dispatch/the_session.cpp"
 #include "guards/address_exports.cpp"
 #include "guards/argument_pins.cpp"
 #include "guards/captures.cpp"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PAGER = Path(__file__).resolve().parents[2] / "allocator" / "pager"
 LAYERS = (
-    "base",  # clocks, locks that forks take, the GIL, errors, options and counters of the open budget
+    "base",  # clocks, locks that forks take, the GIL, errors, the session: options and counters of the open budget
     "pools",  # sources of memory
     "cells",  # storages, versions, recipes as nodes of the graph
     "ops",  # facts about ops, by their schemas
@@ -27,10 +27,19 @@ LAYERS = (
 )
 """Bottom up. A file includes files of its own layer and of those before it."""
 
+BELOW_DISPATCH = LAYERS[: LAYERS.index("dispatch")]
+KEEP_A_SESSION = {"guards/address_exports", "guards/extension_ops", "guards/unseen_threads"}
+"""Units whose callbacks Python or torch calls without an argument of their own. A variable has their session."""
+
 SOURCES = sorted(path for path in PAGER.rglob("*") if path.suffix in (".h", ".cpp") and path.name != "pager.cpp")
 INCLUDE = re.compile(r'^#include "(?!memmgr/)([^"]+)"', re.MULTILINE)
 DECLARED = re.compile(
     r"^(?!return|using|typedef|static|template|\s)[\w:<>,&*\[\] ]+?[\s*&](\w+)\([^{};]*\)[^{};]*; *$", re.MULTILINE
+)
+PROCESS_SESSION = re.compile(r"\bthe_session\b")
+SESSION_VARIABLE = re.compile(
+    r"^(?:static |extern |inline |thread_local )*(?:std::atomic<Session\*>|Session(?: ?[*&])?) ?\w+ *(?:[;={]|$)",
+    re.MULTILINE,
 )
 DEFINED = re.compile(
     r"^(?!return|using|static|namespace|struct|class|\s)[\w:<>,&*\[\] ]+?[\s*&](\w+)\([^;{}]*\)[^;{}]*\{", re.MULTILINE
@@ -51,6 +60,15 @@ def included() -> dict[str, set[str]]:
     for path in SOURCES:
         units[unit_of(path)] |= {unit_of(PAGER / name) for name in INCLUDE.findall(path.read_text())} - {unit_of(path)}
     return units
+
+
+def uses_of_the_process_session() -> dict[str, int]:
+    """By unit, in the layers below `dispatch`."""
+    uses: dict[str, int] = defaultdict(int)
+    for path in SOURCES:
+        if unit_of(path).split("/")[0] in BELOW_DISPATCH:
+            uses[unit_of(path)] += len(PROCESS_SESSION.findall(code_of(path)))
+    return {unit: n for unit, n in uses.items() if n}
 
 
 def test_every_file_is_in_a_layer_and_compiled() -> None:
@@ -100,3 +118,14 @@ def test_a_function_is_defined_in_the_unit_whose_header_declares_it() -> None:
                 f"{header.name} declares {name}: {defined[name]}"
             )
     assert seen > 300
+
+
+def test_only_dispatch_and_python_name_the_session_of_the_process() -> None:
+    assert not uses_of_the_process_session()
+    named = {unit_of(path).split("/")[0] for path in SOURCES if PROCESS_SESSION.search(code_of(path))}
+    assert named == {"dispatch", "python"}
+
+
+def test_a_lower_layer_keeps_a_session_only_for_callbacks_without_an_argument() -> None:
+    keep = {unit_of(path) for path in SOURCES if SESSION_VARIABLE.search(code_of(path))}
+    assert keep - {"dispatch/the_session"} == KEEP_A_SESSION

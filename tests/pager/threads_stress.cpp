@@ -27,8 +27,7 @@
 
 namespace memmgr::pager {
 
-Budget budget;
-Counters counters;
+Session session;
 SumUnderLock resident_cell_bytes;
 uint64_t now_ns() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
@@ -63,7 +62,7 @@ void run_ops(unsigned seed) {
   while (!over) {
     const uint64_t bytes = 1 + random() % 400;
     const bool alone = random() % 16 == 0;
-    const Admitted op(bytes, alone);
+    const Admitted op(session, bytes, alone);
     const uint64_t now = inside.fetch_add((uint64_t{1} << 48) + bytes) + (uint64_t{1} << 48) + bytes;
     if (now >> 48 > 1 && (now & 0xffffffff) > kLimit) broken("ops were admitted beyond the budget");
     if (alone) alone_ops++;
@@ -77,7 +76,7 @@ void run_ops(unsigned seed) {
 void run_foreign_ops() {
   while (!over) {
     {
-      const Admitted op(kLimit, false, true);
+      const Admitted op(session, kLimit, false, true);
       const uint64_t wanted = admitted + 3;
       asleep = own_number();
       while (admitted < wanted && !over) std::this_thread::sleep_for(std::chrono::microseconds(200));

@@ -82,17 +82,6 @@ def statics() -> int:
     )
 
 
-def uses_of_the_budget() -> tuple[int, int]:
-    """Uses of the global `budget` in the layers below `dispatch`, and in how many files."""
-    below = test_layers.LAYERS[: test_layers.LAYERS.index("dispatch")]
-    counts = [
-        len(re.findall(r"\bbudget\.\w", test_layers.code_of(path)))
-        for path in test_layers.SOURCES
-        if test_layers.unit_of(path).split("/")[0] in below
-    ]
-    return sum(counts), sum(map(bool, counts))
-
-
 def _runs(path: Path) -> Iterator[tuple[str, ...]]:
     code = [line.strip() for line in path.read_text().splitlines()]
     code = [line for line in code if len(line) > 3 and not line.startswith(("#", "//", "import ", "from ", '"""'))]
@@ -111,7 +100,7 @@ def repeated() -> int:
 
 def main() -> None:
     largest = max(components(test_layers.included()), key=len)
-    uses, where = uses_of_the_budget()
+    uses = test_layers.uses_of_the_process_session()
     long = check_functions.long()
     headless = sum(check_words.counted()[0].values())
     rows = [
@@ -119,7 +108,7 @@ def main() -> None:
         ("upward includes", f"{upward()}", "0"),
         ("functions declared in one unit's header and defined in another", f"{elsewhere()}", "0"),
         ("objects that a function of the pager makes once", f"{statics()}", "6"),
-        ("uses of the global budget below dispatch", f"{uses} in {where} files", "0"),
+        ("uses of the process's session below dispatch", f"{sum(uses.values())} in {len(uses)} units", "0"),
         ("functions over 60 lines, without a reason", f"{len(long.keys() - check_functions.REASONS.keys())}", "0"),
         ("functions over 60 lines, with one", f"{len(long.keys() & check_functions.REASONS.keys())}", ""),
         ("headless comment units", f"{headless}", "150"),

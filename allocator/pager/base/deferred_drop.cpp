@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/budget.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/private_member.h"
 
@@ -110,7 +110,7 @@ bool dropped_for_others(StoragePtr* storage) {
 void drop_later(StoragePtr storage) {
   // Otherwise a step of a tree LSTM wakes the thread 125 to 350 times, on a core that its ops need.
   if (dropped_for_others(&storage)) return;
-  if (C10_UNLIKELY(budget.forked))
+  if (C10_UNLIKELY(forked_child))
     return;  // dropped here: a child has no such thread, and is in no malloc and under no lock
   Dropper& d = dropper();
   const Hold lock(d.lock);

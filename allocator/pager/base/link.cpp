@@ -4,8 +4,6 @@
 #include <atomic>
 #include <utility>
 
-#include "base/budget.h"
-
 namespace memmgr::pager {
 
 static std::atomic<double> write_link{1e-9}, read_link{1e-9}, cpu_link{1e-10};
@@ -32,13 +30,13 @@ static void note_link(std::atomic<double>& figure, uint64_t nbytes, uint64_t ns)
 }
 
 // Measured by the tier's own clock, so that copies that no thread waits for count, too.
-void note_link_locked() {
+void note_link_locked(mm_tier* tier) {
   static const mm_tier* seen_of = nullptr;  // the tier of the last call
   static mm_tier_stats last{};
   mm_tier_stats now{};
-  mm_tier_stats_get(budget.tier, &now);
+  mm_tier_stats_get(tier, &now);
   const mm_tier_stats seen = std::exchange(last, now);
-  if (std::exchange(seen_of, budget.tier) != budget.tier || now.written_bytes < seen.written_bytes ||
+  if (std::exchange(seen_of, tier) != tier || now.written_bytes < seen.written_bytes ||
       now.read_bytes < seen.read_bytes)
     return;  // another tier
   const uint64_t written = now.written_bytes - seen.written_bytes, read = now.read_bytes - seen.read_bytes;

@@ -1,6 +1,8 @@
 // The link to the tier, as its transfers were measured.
 #pragma once
 
+#include "memmgr/core.h"
+
 namespace memmgr::pager {
 
 // Seconds a byte of the tier's latest transfers: in each direction, and of a processor in either.
@@ -10,6 +12,7 @@ struct Link {
 Link link();
 void set_link(double seconds_per_byte);
 void set_link_cpu(double seconds_per_byte);
-void note_link_locked();  // the transfers since the last call; under the graph's lock
+// The transfers of this tier since the last call. Under the graph's lock.
+void note_link_locked(mm_tier* tier);
 
 }  // namespace memmgr::pager

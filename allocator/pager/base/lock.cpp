@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
+#include <mutex>
+#include <type_traits>
 
 #include "base/debug.h"
 
@@ -52,10 +54,8 @@ AllLocks& all_locks() {
 }
 
 // Two threads may fork at once.
-std::mutex& forking() {
-  static auto* lock = new std::mutex;
-  return *lock;
-}
+std::mutex forking;
+static_assert(std::is_trivially_destructible_v<std::mutex>, "a thread may fork while the process ends");
 
 // A fixed array whose free slots are null. It is filled in any thread and read in a forked child.
 template <class T>
@@ -112,7 +112,7 @@ void note_given(LockId id) {
 // The table is in the order of ranks. The leaves are of one rank: a thread that has one takes no other lock, so waiting
 // for them is safe.
 void take_locks_for_fork() {
-  forking().lock();
+  forking.lock();
   for (Lock& lock : all_locks().locks)
     if (facts_of(lock.id()).fork == AtFork::kTaken) lock.take_for_fork();
 }
@@ -120,7 +120,7 @@ void take_locks_for_fork() {
 void give_locks_after_fork() {
   for (Lock& lock : all_locks().locks)
     if (facts_of(lock.id()).fork == AtFork::kTaken) lock.give_after_fork();
-  forking().unlock();
+  forking.unlock();
 }
 
 void renew_after_fork() {

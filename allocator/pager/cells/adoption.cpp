@@ -2,8 +2,8 @@
 
 #include <c10/core/CPUAllocator.h>
 
-#include "base/budget.h"
 #include "base/clock.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/tensors.h"
 #include "cells/births.h"
@@ -19,8 +19,8 @@
 
 namespace memmgr::pager {
 
-static bool of_pool(const c10::StorageImpl* s) {
-  return budget.pool && pointer_of(s).get_deleter() == budget.pool->deleter();
+static bool of_pool(const Session& session, const c10::StorageImpl* s) {
+  return session.pool && pointer_of(s).get_deleter() == session.pool->deleter();
 }
 
 // Returns the offset of the bytes in their block.
@@ -28,10 +28,10 @@ static uintptr_t lead_of(const at::DataPtr& p) {
   return reinterpret_cast<uintptr_t>(p.get()) - reinterpret_cast<uintptr_t>(p.get_context());
 }
 
-bool adoptable(const c10::StorageImpl* s) {
+bool adoptable(const Session& session, const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
-  const Pool* pool = budget.pool;
-  if (!p.get() || !pool || budget.forked || p.device().type() != pool->device.type()) return false;
+  const Pool* pool = session.pool;
+  if (!p.get() || !pool || forked_child || p.device().type() != pool->device.type()) return false;
   if (!pool->on_host() && p.device().index() != pool->device.index()) return false;
   if (s->sym_nbytes().is_heap_allocated() || s->nbytes() == 0) return false;
   const auto deleter = p.get_deleter();
@@ -40,36 +40,37 @@ bool adoptable(const c10::StorageImpl* s) {
   return deleter == c10::GetDefaultCPUAllocator()->raw_deleter() ? lead_of(p) == 0 : is_mapped(s);
 }
 
-void grows_in_pool(c10::StorageImpl* s) {
+void grows_in_pool(const Session& session, c10::StorageImpl* s) {
   static c10::Allocator* const torchs = c10::GetDefaultCPUAllocator();
-  if (s->allocator() == torchs && budget.pool && budget.pool->on_host()) s->set_allocator(budget.pool->allocator());
+  if (s->allocator() == torchs && session.pool && session.pool->on_host()) s->set_allocator(session.pool->allocator());
 }
 
-Cell* (*adopt_mapped)(c10::StorageImpl* s, uint32_t pins) = nullptr;
+Cell* (*adopt_mapped)(Session& session, c10::StorageImpl* s, uint32_t pins) = nullptr;
 
-Cell* adopt(c10::StorageImpl* s, uint32_t pins, Maker maker) {
-  if (C10_UNLIKELY(!of_pool(s) && is_mapped(s)))
-    if (Cell* c = adopt_mapped(s, pins)) return c;
+Cell* adopt(Session& session, c10::StorageImpl* s, uint32_t pins, Maker maker) {
+  if (C10_UNLIKELY(!of_pool(session, s) && is_mapped(s)))
+    if (Cell* c = adopt_mapped(session, s, pins)) return c;
   const Hold lock(graph_lock());
-  return adopt_locked(s, pins, ticks(), false, maker);
+  return adopt_locked(session, s, pins, ticks(), false, maker);
 }
 
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born, Maker maker) {
+Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born,
+                   Maker maker) {
   if (Cell* c = cell_of(s)) {
     c->state.fetch_add(pins);
     return c;
   }
-  if (!born && !adoptable(s)) return nullptr;
-  const bool mapped = !of_pool(s) && is_mapped(s);
+  if (!born && !adoptable(session, s)) return nullptr;
+  const bool mapped = !of_pool(session, s) && is_mapped(s);
   if (C10_UNLIKELY(mapped) && !may_begin_range_locked(s)) return nullptr;
-  grows_in_pool(s);
+  grows_in_pool(session, s);
   at::DataPtr& p = pointer_of(s);
   Cell* c = cell_memory().make_locked();
   c->state.store(pins);
   c->nbytes = s->nbytes();
   c->serial = next_serial_locked();
-  c->pool = budget.pool;
-  c->small = !born && c->nbytes < budget.options.small_bytes;
+  c->pool = session.pool;
+  c->small = !born && c->nbytes < session.options.small_bytes;
   c->outside = !c->small && p.get_deleter() != c->pool->deleter();
   c->storage = WeakStorage::reclaim_copy(s);
   c->version = version_memory().make_locked();
@@ -101,8 +102,8 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   }
   if (c->outside) {
     mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
-    counters.adopted++;
-    counters.adopted_bytes += c->nbytes;
+    session.counters.adopted++;
+    session.counters.adopted_bytes += c->nbytes;
   }
   return c;
 }
@@ -127,7 +128,7 @@ void unadopt(Cell* c) {
   name_unadopted_locked(c, s.get());
   if (c->range) trash.ranges.push_back(end_range_locked(c));
   cancel_write_locked(c, &trash);
-  if (c->slot >= 0) trash.slots.push_back(c->slot);
+  if (c->slot >= 0) trash.add_slot(c, c->slot);
   unregister_locked(c);
   c->version->cell = nullptr;
   forget_recipe_locked(c->version, &trash);

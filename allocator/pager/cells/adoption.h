@@ -1,26 +1,28 @@
 // Adoption: a storage becomes a cell. The cell ends when a budget ends.
 #pragma once
 
+#include "base/session.h"
 #include "cells/types.h"
 
 namespace memmgr::pager {
 
-// True if this storage may become a cell: its memory is the pool's, the default allocator's of torch, or a private
-// mapping, and no other library has it.
-bool adoptable(const c10::StorageImpl* s);
+// True if this storage may become a cell: its memory is that of the session's pool, the default allocator's of torch,
+// or a private mapping, and no other library has it.
+bool adoptable(const Session& session, const c10::StorageImpl* s);
 // Sets the allocator of the storage to the pool. It would otherwise take more memory from the allocator of its first
 // bytes.
-void grows_in_pool(c10::StorageImpl* s);
+void grows_in_pool(const Session& session, c10::StorageImpl* s);
 // Makes a cell of the storage if it has none. Its address does not change. Takes the lock. Null: it cannot become a
 // cell. A new cell begins with so many pins.
 // `born`: an op has just made the storage. It is adoptable, unknown to others, and of a size that is paged.
-Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0, Maker maker = {});
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born = false, Maker maker = {});
+Cell* adopt(Session& session, c10::StorageImpl* s, uint32_t pins = 0, Maker maker = {});
+Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born = false,
+                   Maker maker = {});
 // Gives the storage its own pointer back and ends the cell. The cell is resident and no other thread uses it. The GIL
 // is held.
 void unadopt(Cell* c);
 // Adopts a storage over a mapped file, whose bytes other storages may share (guards/mapped_files.h). Null: it is
 // adopted like any other.
-extern Cell* (*adopt_mapped)(c10::StorageImpl* s, uint32_t pins);
+extern Cell* (*adopt_mapped)(Session& session, c10::StorageImpl* s, uint32_t pins);
 
 }  // namespace memmgr::pager

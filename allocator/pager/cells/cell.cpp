@@ -15,34 +15,30 @@ SumUnderLock held_bytes;
 SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 
-// Never destroyed: storages outlive statics.
 Lock& graph_lock() {
   static Lock& lock = lock_of(LockId::kGraph);
   return lock;
 }
 
-Recycled<Cell>& cell_memory() {
-  static auto* m = new Recycled<Cell>;
-  return *m;
-}
+// Never destroyed: storages outlive statics.
+struct Cells {
+  Recycled<Cell> memory;
+  Recycled<Version> versions;
+  std::vector<Cell*> all;  // the registry
+  Condition changed;
+};
 
-Recycled<Version>& version_memory() {
-  static auto* m = new Recycled<Version>;
-  return *m;
-}
-
-Condition& residency_changed() {
-  static auto* c = new Condition;
+static Cells& cells() {
+  static auto* c = new Cells;
   return *c;
 }
 
-static std::vector<Cell*>& registry() {
-  static auto* r = new std::vector<Cell*>;
-  return *r;
-}
+Recycled<Cell>& cell_memory() { return cells().memory; }
+Recycled<Version>& version_memory() { return cells().versions; }
+Condition& residency_changed() { return cells().changed; }
 
-size_t count_cells_locked() { return registry().size(); }
-Cell* cell_at_locked(size_t index) { return registry()[index]; }
+size_t count_cells_locked() { return cells().all.size(); }
+Cell* cell_at_locked(size_t index) { return cells().all[index]; }
 
 // Filled before the first cell, and null behind the last one.
 constexpr size_t kMostListeners = 4;
@@ -71,8 +67,9 @@ void (*on_end_of_storage)(Cell* c) = nullptr;
 extern "C" void memmgr_pager_end_of_storage(void* cell) { on_end_of_storage(static_cast<Cell*>(cell)); }
 
 void register_locked(Cell* c) {
-  c->index = registry().size();
-  registry().push_back(c);
+  auto& all = cells().all;
+  c->index = all.size();
+  all.push_back(c);
 }
 
 static void set_root_locked(Cell* c, bool root) {
@@ -98,10 +95,10 @@ void unregister_locked(Cell* c) {
   moved_by_ended[static_cast<size_t>(c->purpose)] += c->moved_bytes;
   set_root_locked(c, false);
   for (auto* const* tell = cell_ended; *tell; ++tell) (*tell)(c);
-  auto& cells = registry();
-  cells[c->index] = cells.back();
-  cells[c->index]->index = c->index;
-  cells.pop_back();
+  auto& all = cells().all;
+  all[c->index] = all.back();
+  all[c->index]->index = c->index;
+  all.pop_back();
 }
 
 void forget_moved() {
@@ -110,9 +107,11 @@ void forget_moved() {
   for_each_cell_locked([](Cell* c) { c->moved_bytes = 0; });
 }
 
+void Trash::add_slot(const Cell* c, mm_slot slot) { slots.push_back({&c->pool->session, slot}); }
+
 void Trash::end() {
-  for (const mm_slot slot : slots)
-    if (budget.tier) mm_tier_free(budget.tier, slot);
+  for (const Slot& s : slots)
+    if (s.session->tier) mm_tier_free(s.session->tier, s.slot);
   slots.clear();
   bytes.clear();
   ranges.clear();
@@ -123,10 +122,12 @@ static uint64_t next_serial = 1;
 uint64_t serial_of_next_locked() { return next_serial; }
 uint64_t next_serial_locked() { return next_serial++; }
 
-// A hundredth of the budget (rule 5), and room enough for a small model's recipes.
-uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(budget.arena) / 100, 4 << 20); }
+// A hundredth of the budget (rule 5).
+uint64_t recipe_bytes_limit(const Session& session) {
+  return std::max<uint64_t>(mm_arena_budget(session.arena) / 100, kLeastRecipeBytes);
+}
 
-bool room_for_kept(uint64_t nbytes) { return recipe_bytes.load() + nbytes < recipe_bytes_limit(); }
+bool room_for_kept(const Cell* c) { return recipe_bytes.load() + c->nbytes < recipe_bytes_limit(c->pool->session); }
 
 void keep(Cell* c) {
   c->kept = true;
@@ -205,8 +206,10 @@ void stand_unpinned_locked(Cell* c) {
 }
 
 void count_held_locked(Cell* c) {
-  const bool elsewhere = c->newborn || c->escape != Escape::kNone || (c->root && !may_be_offloaded());
-  const bool counts = c->held > 0 && !c->small && !elsewhere;
+  const auto elsewhere = [&] {
+    return c->newborn || c->escape != Escape::kNone || (c->root && !c->pool->session.may_offload());
+  };
+  const bool counts = c->held > 0 && !c->small && !elsewhere();
   if (counts == c->counted_as_held) return;
   c->counted_as_held = counts;
   if (counts)

@@ -3,11 +3,11 @@
 
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/latest.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/file_range.h"
 #include "cells/types.h"
@@ -51,9 +51,15 @@ Condition& residency_changed();  // notified whenever a cell stops being busy; w
 
 // Bytes and other things that have to end outside of the lock.
 struct Trash {
+  struct Slot {
+    const Session* session;
+    mm_slot slot;
+  };
   c10::SmallVector<at::DataPtr, 2> bytes;
-  c10::SmallVector<mm_slot, 2> slots;  // freed first: a slot that is being written reads the bytes
+  c10::SmallVector<Slot, 2> slots;  // freed first: a slot that is being written reads the bytes
   std::vector<std::unique_ptr<MappedRange>> ranges;
+  // Takes a slot that the cell has had in the tier.
+  C10_NOINLINE void add_slot(const Cell* c, mm_slot slot);
   void end();
   ~Trash() { end(); }
 };
@@ -70,8 +76,8 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
 }
 
 // True: the storage is too small to be paged, or has no bytes: its size is a symbol.
-inline bool is_small(const c10::StorageImpl* s) {
-  return s->sym_nbytes().is_heap_allocated() || s->nbytes() < budget.options.small_bytes;
+inline bool is_small(const Options& options, const c10::StorageImpl* s) {
+  return s->sym_nbytes().is_heap_allocated() || s->nbytes() < options.small_bytes;
 }
 // ---- the registry ----
 
@@ -134,8 +140,9 @@ void count_root_locked(Cell* c);
 uint64_t serial_of_next_locked();
 uint64_t next_serial_locked();  // takes it
 // Small cells that live for recipes alone count as recipe bytes (rule 5).
-uint64_t recipe_bytes_limit();
-bool room_for_kept(uint64_t nbytes);
+constexpr uint64_t kLeastRecipeBytes = 4 << 20;  // room enough for a small model's recipes
+uint64_t recipe_bytes_limit(const Session& session);
+bool room_for_kept(const Cell* c);
 void keep(Cell* c);
 // Ends the standing pins of the escape and the newborn with the storage.
 void unstand_all_locked(Cell* c);

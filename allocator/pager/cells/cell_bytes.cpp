@@ -26,7 +26,7 @@ void forget_bytes_locked(Cell* c, Trash* trash) {
   trash->bytes.push_back(std::move(c->bytes));
   c->bytes.clear();
   cancel_write_locked(c, trash);
-  if (c->slot >= 0) trash->slots.push_back(c->slot);
+  if (c->slot >= 0) trash->add_slot(c, c->slot);
   c->slot = -1;
   if (c->kept) recipe_bytes -= c->nbytes;
 }

@@ -5,13 +5,13 @@
 #include <unordered_set>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/debug.h"
 #include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/types.h"
 #include "cells/version.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
@@ -62,7 +62,7 @@ void check_cell(const Cell* c, size_t index, Equations* all, Sums* sums) {
     const bool evicted = c->version && c->version->evicted;
     all->require((c->absence == Absence::kEvicted) == evicted, "cell ", c->serial, " has absence ", int(c->absence),
                  ", and its version is ", evicted ? "evicted" : "not evicted");
-    if (budget.open.load() && !c->given_up) {
+    if (c->pool->session.open.load() && !c->given_up) {
       all->require(c->absence != Absence::kOffloaded || c->slot >= 0, "offloaded cell ", c->serial, " has no slot");
       all->require(!evicted || c->version->recipe, "evicted cell ", c->serial, " has no recipe");
       all->require(!absent || orphan || c->name, "absent cell ", c->serial, " has no name");

@@ -2,8 +2,9 @@
 
 #include <algorithm>
 
-#include "base/budget.h"
 #include "base/link.h"
+#include "base/session.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
@@ -29,14 +30,15 @@ void forget_write_locked(Cell* c) {
 
 void cancel_write_locked(Cell* c, Trash* trash) {
   if (c->writing < 0) return;
-  trash->slots.push_back(c->writing);
+  trash->add_slot(c, c->writing);
   forget_write_locked(c);
 }
 
 void note_moved_locked(Cell* c, bool write) {
-  note_link_locked();
-  (write ? counters.offloads : counters.reloads)++;
-  (write ? counters.offload_bytes : counters.reload_bytes) += c->nbytes;
+  Session& session = c->pool->session;
+  note_link_locked(session.tier);
+  (write ? session.counters.offloads : session.counters.reloads)++;
+  (write ? session.counters.offload_bytes : session.counters.reload_bytes) += c->nbytes;
   c->moved_bytes += c->nbytes;
 }
 

@@ -4,7 +4,7 @@
 
 #include <unordered_map>
 
-#include "base/budget.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/mapped_areas.h"
 #include "base/tensors.h"
@@ -21,6 +21,7 @@ struct Fixed {
   WeakStorage storage;
   uint64_t nbytes;
   Owner owner;
+  mm_arena* arena;  // in which the bytes count
 };
 
 // Guarded by the graph's lock. The weak reference keeps the key from being reused for another storage.
@@ -29,8 +30,8 @@ std::unordered_map<const c10::StorageImpl*, Fixed>& all_fixed() {
   return *f;
 }
 
-Owner owner_of(const void* p, uint64_t nbytes) {
-  if (!budget.pool->on_host()) return Owner::kLibrary;
+Owner owner_of(const Pool& pool, const void* p, uint64_t nbytes) {
+  if (!pool.on_host()) return Owner::kLibrary;
   const Pages middle = look_at_pages(static_cast<const char*>(p) + nbytes / 2, 1);
   if (middle.present && middle.written) return Owner::kLibrary;  // quicker than the look-up of the area
   const Area area = area_around(p);
@@ -40,38 +41,38 @@ Owner owner_of(const void* p, uint64_t nbytes) {
   return area.is_private ? Owner::kLibrary : Owner::kMappedFile;
 }
 
-bool may_be_fixed(const c10::StorageImpl* s) {
+bool may_be_fixed(const Session& session, const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
-  const Pool* pool = budget.pool;
-  if (!pool || budget.forked || !p.get() || s->sym_nbytes().is_heap_allocated()) return false;
+  const Pool* pool = session.pool;
+  if (!pool || forked_child || !p.get() || s->sym_nbytes().is_heap_allocated()) return false;
   if (p.device().type() != pool->device.type() || (!pool->on_host() && p.device().index() != pool->device.index()))
     return false;
-  if (s->nbytes() < budget.options.small_bytes || pool->owns(p.get()) || c10::impl::cow::is_cow_data_ptr(p))
+  if (s->nbytes() < session.options.small_bytes || pool->owns(p.get()) || c10::impl::cow::is_cow_data_ptr(p))
     return false;
-  return !is_counted_as_fixed(s) && !cell_of(s) && !adoptable(s) && !is_part_of_cell(s);
+  return !is_counted_as_fixed(s) && !cell_of(s) && !adoptable(session, s) && !is_part_of_cell(s);
 }
 
 void end_locked(const Fixed& f) {
-  if (takes_room(f.owner)) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(f.nbytes));
+  if (takes_room(f.owner)) mm_arena_add_outside(f.arena, -static_cast<int64_t>(f.nbytes));
 }
 
 }  // namespace
 
 bool takes_room(Owner owner) { return owner != Owner::kMappedFile; }
 
-void count_fixed(c10::StorageImpl* s, Owner owner) {
+void count_fixed(const Session& session, c10::StorageImpl* s, Owner owner) {
   const Hold lock(graph_lock());
-  if (!all_fixed().emplace(s, Fixed{WeakStorage::reclaim_copy(s), s->nbytes(), owner}).second) return;
-  if (takes_room(owner)) mm_arena_add_outside(budget.arena, static_cast<int64_t>(s->nbytes()));
+  if (!all_fixed().emplace(s, Fixed{WeakStorage::reclaim_copy(s), s->nbytes(), owner, session.arena}).second) return;
+  if (takes_room(owner)) mm_arena_add_outside(session.arena, static_cast<int64_t>(s->nbytes()));
 }
 
-std::optional<Owner> owner_of_fixed(const c10::StorageImpl* s) {
-  if (!may_be_fixed(s)) return std::nullopt;
-  return owner_of(pointer_of(s).get(), s->nbytes());
+std::optional<Owner> owner_of_fixed(const Session& session, const c10::StorageImpl* s) {
+  if (!may_be_fixed(session, s)) return std::nullopt;
+  return owner_of(*session.pool, pointer_of(s).get(), s->nbytes());
 }
 
-void count_fixed(c10::StorageImpl* s) {
-  if (const auto owner = owner_of_fixed(s)) count_fixed(s, *owner);
+void count_fixed(const Session& session, c10::StorageImpl* s) {
+  if (const auto owner = owner_of_fixed(session, s)) count_fixed(session, s, *owner);
 }
 
 bool is_counted_as_fixed(const c10::StorageImpl* s) {

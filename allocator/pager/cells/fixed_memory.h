@@ -10,16 +10,18 @@
 #include <cstdint>
 #include <optional>
 
+#include "base/session.h"
+
 namespace memmgr::pager {
 
 enum class Owner : uint8_t { kLibrary, kShared, kMappedFile };
 constexpr size_t kOwners = 3;
 
 // Does nothing if the storage is small, is a cell or can become one.
-void count_fixed(c10::StorageImpl* s);
+void count_fixed(const Session& session, c10::StorageImpl* s);
 // Does the same in two steps, for a caller that makes room between them. Null: it is not counted.
-std::optional<Owner> owner_of_fixed(const c10::StorageImpl* s);
-void count_fixed(c10::StorageImpl* s, Owner owner);
+std::optional<Owner> owner_of_fixed(const Session& session, const c10::StorageImpl* s);
+void count_fixed(const Session& session, c10::StorageImpl* s, Owner owner);
 bool takes_room(Owner owner);
 bool is_counted_as_fixed(const c10::StorageImpl* s);
 void look_for_ended_fixed();

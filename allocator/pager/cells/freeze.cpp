@@ -1,6 +1,5 @@
 #include "cells/freeze.h"
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "cells/cell.h"
 
@@ -20,9 +19,9 @@ void hold_departures(bool begin) {
   freezes.fetch_add(begin ? 1 : -1);
 }
 
-void stay_in_child() {
+void stay_in_child(Options& options) {
   freezes.fetch_add(1);
-  budget.options.torture = false;
+  options.torture = false;
 }
 
 bool nothing_leaves_locked() { return freezes.load() > 0; }

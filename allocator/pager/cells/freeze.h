@@ -2,6 +2,7 @@
 // not seen.
 #pragma once
 
+#include "base/session.h"
 #include "cells/types.h"
 
 namespace memmgr::pager {
@@ -10,9 +11,9 @@ namespace memmgr::pager {
 // nothing.
 void nothing_leaves(bool begin);
 bool nothing_leaves_locked();
-void hold_departures(bool begin);  // a freeze that also requests of the calling thread wait for
-void stay_in_child();              // a freeze without an end, in a forked child
-bool frozen();                     // without the lock
+void hold_departures(bool begin);      // a freeze that also requests of the calling thread wait for
+void stay_in_child(Options& options);  // a freeze without an end, in a forked child
+bool frozen();                         // without the lock
 bool froze_by_this_thread();
 
 // Claims a cell that may be evicted now: no other thread moves it until the caller's move ends.

@@ -27,7 +27,7 @@ static void last_user_is_gone_locked(Cell* c, Remains* remains) {
   if (v) {
     const bool remade = v->recipe && recipe_available_locked(v->recipe);
     // A small root that recipes name is kept by value, within bounds.
-    const bool kept = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c->nbytes);
+    const bool kept = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c);
     if (has_bytes_locked(v) && ((v->needed > 0 && !remade) || kept)) {
       c->state.fetch_and(~kDead);
       v->refs--;  // the version owns the cell now

@@ -10,13 +10,13 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "base/mapped_areas.h"
 #include "base/private_member.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
@@ -148,9 +148,10 @@ void begin_range_locked(Cell* c) {
   c->lead = static_cast<uint8_t>(reinterpret_cast<uintptr_t>(range->begin) % kLine);
   c->range = range.release();
   const Mapping& m = *c->range->mapping;
-  if (c->small || m.fd < 0 || !budget.tier || look_at_pages(c->range->begin, c->nbytes).written) return;
+  mm_tier* tier = c->pool->session.tier;
+  if (c->small || m.fd < 0 || !tier || look_at_pages(c->range->begin, c->nbytes).written) return;
   const uint64_t offset = m.offset + (reinterpret_cast<uintptr_t>(c->range->begin) - m.begin);
-  const mm_slot slot = mm_tier_lend(budget.tier, m.fd, offset, c->nbytes);
+  const mm_slot slot = mm_tier_lend(tier, m.fd, offset, c->nbytes);
   if (slot >= 0) c->slot = c->range->lent = slot;
 }
 

@@ -1,6 +1,5 @@
 #include "cells/stream_order.h"
 
-#include "base/budget.h"
 #include "cells/cell.h"
 
 namespace memmgr::pager {
@@ -22,10 +21,10 @@ Unmarked& unmarked() {
   return work;
 }
 
-void mark_stream() {
+void mark_stream(const Session& session) {
   unmarked() = {};
-  const bool limited = budget.tier && mm_arena_budget(budget.arena) < MM_UNLIMITED;  // otherwise no cell is evicted
-  if (limited) mm_device_mark(budget.pool->queue(), budget.pool->stream());
+  const bool limited = session.tier && mm_arena_budget(session.arena) < MM_UNLIMITED;  // otherwise no cell is evicted
+  if (limited) mm_device_mark(session.pool->queue(), session.pool->stream());
 }
 
 void use_queued(Cell* c) {

@@ -32,7 +32,7 @@ struct Unmarked {
   bool due() const { return bytes >= (uint64_t{64} << 20) || ops >= 32; }
 };
 Unmarked& unmarked();
-void mark_stream();
+void mark_stream(const Session& session);
 inline void note_queued(uint64_t bytes) {
   unmarked().bytes += bytes;
   ++unmarked().ops;

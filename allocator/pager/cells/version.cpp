@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "base/budget.h"
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "base/lock.h"
@@ -61,11 +60,11 @@ void unneed_locked(Version* v, Trash* trash) {
   if (v->needed == 0 && is_orphan(v) && !v->cell->small && !v->temporary) end_orphan_locked(v, trash);
 }
 
-void lend_bytes_locked(Version* v, at::DataPtr bytes) {
+void lend_bytes_locked(Pool& pool, Version* v, at::DataPtr bytes) {
   Cell* c = cell_memory().make_locked();
   c->nbytes = v->nbytes;
   c->small = c->nbytes < least_born_bytes.load(std::memory_order_relaxed);
-  c->pool = budget.pool;
+  c->pool = &pool;
   if (queues) c->filled_on = c->pool->stream();
   c->bytes = std::move(bytes);
   note_home(c);
@@ -141,7 +140,7 @@ void settle_before_write(Cell* c) {
   {
     const Hold lock(graph_lock());
     const Version* v = c->version;
-    const bool named = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c->nbytes);
+    const bool named = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c);
     if (v->needed == 0 && !named) return;
     if (v->recipe && recipe_available_locked(v->recipe)) return;
     copy = cell_memory().make_locked();
@@ -157,10 +156,11 @@ void settle_before_write(Cell* c) {
     if (queues) copy->filled_on = copy->pool->stream();
     note_home(copy);
   } catch (const c10::OutOfMemoryError&) {  // the op's pins leave no room for a copy: the tier gets it
-    const bool below = may_be_offloaded() && !c->small && c->pool->on_host();
-    if (below) copy->slot = mm_tier_write_now(budget.tier, c->bytes.get(), c->nbytes);
+    Session& session = c->pool->session;
+    const bool below = session.may_offload() && !c->small && c->pool->on_host();
+    if (below) copy->slot = mm_tier_write_now(session.tier, c->bytes.get(), c->nbytes);
     if (copy->slot < 0) {
-      if (below) note_tier_error(static_cast<int>(-copy->slot));
+      if (below) session.note_tier_error(static_cast<int>(-copy->slot));
       end_unused(copy);
       throw;
     }
@@ -170,7 +170,7 @@ void settle_before_write(Cell* c) {
     end_unused(copy);
     throw;
   }
-  counters.copies_before_write++;
+  c->pool->session.counters.copies_before_write++;
   Trash trash;
   const Hold lock(graph_lock());
   Version* v = c->version;
@@ -205,11 +205,11 @@ void begin_new_version(Cell* c) {
 }
 
 void drop_slot(Cell* c) {
-  if (!budget.tier) return;
+  if (!c->pool->session.tier) return;
   Trash trash;
   const Hold lock(graph_lock());
   cancel_write_locked(c, &trash);
-  if (c->slot >= 0) trash.slots.push_back(c->slot);
+  if (c->slot >= 0) trash.add_slot(c, c->slot);
   c->slot = -1;
 }
 

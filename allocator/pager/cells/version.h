@@ -15,8 +15,9 @@ bool available_locked(const Version* v);
 // Called whenever bytes or a recipe have ended. Marks recipes that need `v` as broken if its bytes cannot be had any
 // longer.
 void check_lost_locked(Version* v);
-// Gives a ghost bytes for a while, as an orphan that may be offloaded. end_loan_locked frees them.
-void lend_bytes_locked(Version* v, at::DataPtr bytes);
+// Gives a ghost bytes for a while, as an orphan that may be offloaded. end_loan_locked frees them. `pool`:
+// the bytes' own.
+void lend_bytes_locked(Pool& pool, Version* v, at::DataPtr bytes);
 void end_loan_locked(Version* v, Trash* trash);
 void need_locked(Version* v);
 void unneed_locked(Version* v, Trash* trash);

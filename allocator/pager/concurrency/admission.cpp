@@ -8,7 +8,6 @@
 #include <chrono>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/gil.h"
 #include "base/lock.h"
@@ -39,11 +38,11 @@ Admission& admission() {
   return *a;
 }
 
-bool fits(uint64_t running) {
+bool fits(mm_arena* arena, uint64_t running) {
   const uint64_t bytes = running & (kOneOp - 1);
-  const uint64_t limit = mm_arena_budget(budget.arena);
+  const uint64_t limit = mm_arena_budget(arena);
   if (limit == MM_UNLIMITED) return true;
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
+  const uint64_t all = mm_arena_resident(arena), paged = resident_cell_bytes.load();
   const uint64_t fixed = all - std::min(all, paged);
   return bytes + fixed <= limit;
 }
@@ -68,25 +67,26 @@ bool all_foreign_and_rest_locked(const Admission& a, std::vector<Sleeper>* sleep
 
 }  // namespace
 
-Admitted::Admitted(uint64_t bytes, bool alone, bool foreign) : asked_(kOneOp + std::min(bytes, kOneOp / 256)) {
+Admitted::Admitted(Session& session, uint64_t bytes, bool alone, bool foreign)
+    : asked_(kOneOp + std::min(bytes, kOneOp / 256)) {
   Admission& a = admission();
-  wait_for_admission(alone);
+  wait_for_admission(session, alone);
   if (C10_LIKELY(!foreign)) return;
   foreign_ = static_cast<unsigned long>(syscall(SYS_gettid));
   const Hold lock(a.lock);
   a.foreign.push_back(foreign_);
 }
 
-void Admitted::wait_for_admission(bool alone) {
+void Admitted::wait_for_admission(Session& session, bool alone) {
   Admission& a = admission();
   const auto may_run = [&] {
     const uint64_t running = a.running.fetch_add(asked_) + asked_;
-    if (C10_LIKELY(running >> kOpsShift == 1 || (!alone && fits(running)))) return true;
+    if (C10_LIKELY(running >> kOpsShift == 1 || (!alone && fits(session.arena, running)))) return true;
     a.running.fetch_sub(asked_);
     return false;
   };
   if (C10_LIKELY(may_run())) return;
-  counters.admission_waits++;
+  session.counters.admission_waits++;
   WithoutGil released;
   Hold lock(a.lock);
   a.waiting++;

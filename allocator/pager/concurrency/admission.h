@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "base/session.h"
+
 namespace memmgr::pager {
 
 class Admitted {
@@ -11,13 +13,13 @@ class Admitted {
   // alone: waits until no other op runs.
   // foreign: an op of another library. It may wait for other threads, whose ops may wait for room: they do not wait for
   // its end once its thread has slept for a second.
-  Admitted(uint64_t bytes, bool alone, bool foreign = false);
+  Admitted(Session& session, uint64_t bytes, bool alone, bool foreign = false);
   ~Admitted();
   Admitted(const Admitted&) = delete;
   Admitted& operator=(const Admitted&) = delete;
 
  private:
-  void wait_for_admission(bool alone);
+  void wait_for_admission(Session& session, bool alone);
 
   const uint64_t asked_;
   unsigned long foreign_ = 0;  // the thread, by the system's number; 0: the op is torch's

@@ -15,7 +15,6 @@
 #include <thread>
 #include <unordered_map>
 
-#include "base/budget.h"
 #include "base/gil.h"
 #include "base/lock.h"
 #include "base/thread_state.h"
@@ -187,13 +186,13 @@ void finish(const SlicePtr& slice, bool quietly = false) {
 }
 
 // Orders this thread's work after the slices: they are on its stream, or the CPU waits for them.
-void come_after_slices() {
-  if (queues && budget.pool->stream() != budget.pool->opened_on()) settle_late_slices();
+void come_after_slices(const Session& session) {
+  if (queues && session.pool->stream() != session.pool->opened_on()) settle_late_slices(session);
 }
 
-void finish_each(const c10::SmallVector<SlicePtr, 4>& slices) {
+void finish_each(const Session& session, const c10::SmallVector<SlicePtr, 4>& slices) {
   for (const SlicePtr& slice : slices) finish(slice);
-  if (!slices.empty()) come_after_slices();
+  if (!slices.empty()) come_after_slices(session);
 }
 
 void collect_locked(c10::StorageImpl* s, c10::SmallVector<SlicePtr, 4>* found) {
@@ -208,36 +207,36 @@ void collect_locked(const c10::IValue& v, c10::SmallVector<SlicePtr, 4>* found) 
 }
 
 template <class What>
-void finish_of(const What& what) {
+void finish_of(const Session& session, const What& what) {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   c10::SmallVector<SlicePtr, 4> found;
   {
     const Hold lock(pending().lock);
     collect_locked(what, &found);
   }
-  finish_each(found);
+  finish_each(session, found);
 }
 
 // Returns true if every reader of the bytes is an op or a guarded reader. A holder of an address has a pin, too.
-bool is_watched(const c10::StorageImpl* s) {
-  if (!s->device().is_cpu() && s->device() != budget.pool->device) return false;
+bool is_watched(const Session& session, const c10::StorageImpl* s) {
+  if (!s->device().is_cpu() && s->device() != session.pool->device) return false;
   const Hold lock(graph_lock());
   if (const Cell* c = cell_of(s)) return (c->state.load() & kPinMask) == 0;
   const auto deleter = pointer_of(s).get_deleter();
-  return deleter == budget.pool->deleter() || deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
+  return deleter == session.pool->deleter() || deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
 }
 
 }  // namespace
 
-bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
+bool add_pending(Session& session, PyObject* run, const std::vector<StoragePtr>& storages) {
   auto slice = std::make_shared<Slice>();
   for (const StoragePtr& s : storages) {
-    if (!s || !is_watched(s.get())) return false;
+    if (!s || !is_watched(session, s.get())) return false;
     ++slice->tensors[s.get()];
   }
   if (storages.empty()) return false;
   if (queues) {
-    const c10::Device device = budget.pool->device;
+    const c10::Device device = session.pool->device;
     slice->stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
   }
   for (;;) {  // other threads may add slices while these end
@@ -245,18 +244,18 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
     {
       const Hold lock(pending().lock);
       if (!pending().may_wait) return false;
-      if (queues && (several_streams.load() || budget.pool->stream() != budget.pool->opened_on())) return false;
+      if (queues && (several_streams.load() || session.pool->stream() != session.pool->opened_on())) return false;
       for (const auto& [s, n] : slice->tensors) collect_locked(s, &before);
       if (before.empty()) {
         Py_INCREF(run);
         slice->run = run;
         for (const auto& [s, n] : slice->tensors) pending().of_storage.emplace(s, slice);
-        counters.pending_slices++;
+        session.counters.pending_slices++;
         pending_slices++;
         return true;
       }
     }
-    finish_each(before);
+    finish_each(session, before);
   }
 }
 
@@ -265,8 +264,8 @@ void let_slices_wait(bool on) {
   pending().may_wait = on;
 }
 
-void finish_pending_of(const c10::IValue& value) { finish_of(value); }
-void finish_pending_of(c10::StorageImpl* s) { finish_of(s); }
+void finish_pending_of(const Session& session, const c10::IValue& value) { finish_of(session, value); }
+void finish_pending_of(const Session& session, c10::StorageImpl* s) { finish_of(session, s); }
 
 void drop_unread_pending() {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
@@ -287,7 +286,7 @@ void drop_unread_pending() {
   }
 }
 
-void finish_all_pending(bool quietly) {
+void finish_all_pending(const Session& session, bool quietly) {
   std::exception_ptr failure;
   while (pending_slices.load() > 0) {
     SlicePtr next;
@@ -303,14 +302,14 @@ void finish_all_pending(bool quietly) {
       if (!failure) failure = std::current_exception();
     }
   }
-  come_after_slices();
+  come_after_slices(session);
   if (failure) std::rethrow_exception(failure);
 }
 
-void settle_late_slices() {
+void settle_late_slices(const Session& session) {
   const uint64_t queued = pending().queued.load();
   if (C10_LIKELY(queued == pending().settled.load()) || !rule_holds(kRuleLate)) return;
-  budget.pool->settle();
+  session.pool->settle();
   pending().settled = queued;  // a smaller value from another thread costs one more wait
 }
 

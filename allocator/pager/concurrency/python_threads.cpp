@@ -49,17 +49,16 @@ std::string module_of(PyObject* frame) {
 }
 
 // Code objects of functions. They are never released. The GIL is held.
-using Codes = std::unordered_set<const void*>;
-Codes& codes_that_sleep() {
-  static auto* c = new Codes;
-  return *c;
-}
-Codes& codes_that_set_gradients() {
+struct Codes {
+  std::unordered_set<const void*> that_sleep, that_set_gradients;
+};
+
+Codes& codes() {
   static auto* c = new Codes;
   return *c;
 }
 
-void add_code(PyObject* function, Codes* codes) {
+void add_code(PyObject* function, std::unordered_set<const void*>* codes) {
   if (PyMethod_Check(function)) function = PyMethod_GET_FUNCTION(function);
   if (PyFunction_Check(function) && codes->insert(PyFunction_GET_CODE(function)).second)
     Py_INCREF(PyFunction_GET_CODE(function));
@@ -81,9 +80,9 @@ Elsewhere does(PyFrameObject* top) {
   Py_INCREF(top);
   for (PyFrameObject* frame = top; frame;) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    if (frame == top && codes_that_sleep().count(code)) found = Elsewhere::kWaits;
+    if (frame == top && codes().that_sleep.count(code)) found = Elsewhere::kWaits;
     // A backward also waits: for the engine's threads, for its peers, for a lock of the user's.
-    if (codes_that_set_gradients().count(code) || (frame == top && may_set_gradients(code)))
+    if (codes().that_set_gradients.count(code) || (frame == top && may_set_gradients(code)))
       found = Elsewhere::kGradients;
     Py_DECREF(code);
     PyFrameObject* next = found == Elsewhere::kGradients ? nullptr : PyFrame_GetBack(frame);
@@ -147,8 +146,8 @@ std::string_view read_of_thread(unsigned long system_thread, const char* what, c
 
 }  // namespace
 
-void sleeps_in(PyObject* function) { add_code(function, &codes_that_sleep()); }
-void sets_gradients_in(PyObject* function) { add_code(function, &codes_that_set_gradients()); }
+void sleeps_in(PyObject* function) { add_code(function, &codes().that_sleep); }
+void sets_gradients_in(PyObject* function) { add_code(function, &codes().that_set_gradients); }
 
 bool rests(Sleeper* o, uint64_t now, uint64_t long_ns) {
   char text[512], times[64];

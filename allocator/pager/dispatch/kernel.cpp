@@ -9,10 +9,10 @@
 #include <cstring>
 #include <exception>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/errors.h"
+#include "base/forked_child.h"
 #include "base/kernel_slots.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
@@ -30,6 +30,7 @@
 #include "concurrency/deferred_steps.h"
 #include "dispatch/op_need.h"
 #include "dispatch/op_run.h"
+#include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
 #include "guards/escape.h"
@@ -76,7 +77,7 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
     if (!newly_large(s, old)) continue;
     if (!maker.op) maker = as_maker(info);
     const Hold lock(graph_lock());
-    Cell* c = adopt_locked(s, 0, ticks(), true, maker);
+    Cell* c = adopt_locked(the_session, s, 0, ticks(), true, maker);
     if (!c) continue;
     made->push_back(c);
     if (info->uninitialized) begin_newborn_locked(c);
@@ -110,7 +111,7 @@ bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
     if (!found) return false;
     storage = hold(found);
     if (!storage) return false;
-    if (!*frame) *frame = std::make_unique<Frame>();
+    if (!*frame) *frame = std::make_unique<Frame>(the_session);
     (*frame)->add_pinned(found);
   }
   bring_back(found);
@@ -126,7 +127,7 @@ void compare_before_values_show(const torch::jit::Stack& stack, size_t returns) 
       return end_comparisons_that_are_there();
 }
 
-uint64_t room_for_states() { return mm_arena_budget(budget.arena) / 4 * 3; }
+uint64_t room_for_states() { return mm_arena_budget(the_session.arena) / 4 * 3; }
 
 // Measures the pager's own time in one outermost op of a thread in 64: without the op's, and without waits.
 class OwnTime {
@@ -135,14 +136,14 @@ class OwnTime {
     static thread_local uint32_t ops = 0;
     if (C10_LIKELY(!outermost || ++ops % kEvery != 0)) return;
     waited_ = waited_ns();
-    trials_ = counters.trials.load(std::memory_order_relaxed);
+    trials_ = the_session.counters.trials.load(std::memory_order_relaxed);
     begun_ = ticks();
   }
   ~OwnTime() {
-    if (C10_LIKELY(!begun_) || counters.trials.load(std::memory_order_relaxed) != trials_) return;
+    if (C10_LIKELY(!begun_) || the_session.counters.trials.load(std::memory_order_relaxed) != trials_) return;
     const double spent =
         seconds_of_ticks(ticks() - begun_) - op_seconds - 1e-9 * static_cast<double>(waited_ns() - waited_);
-    if (spent > 0) counters.own_ns += static_cast<uint64_t>(spent * 1e9 * kEvery);
+    if (spent > 0) the_session.counters.own_ns += static_cast<uint64_t>(spent * 1e9 * kEvery);
   }
   OwnTime(const OwnTime&) = delete;
   OwnTime& operator=(const OwnTime&) = delete;
@@ -158,16 +159,16 @@ class OwnTime {
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
           Moment* moment) {
   if (C10_UNLIKELY(queues)) {
-    note_stream();
+    note_stream(the_session);
     if (C10_UNLIKELY(unmarked().due())) {
-      mark_stream();
+      mark_stream(the_session);
       end_comparisons_that_are_there();
     }
   }
   Depth depth;
   OwnTime own(depth.outermost());
   std::optional<Admitted> admitted;  // ends after the pins
-  Frame frame;
+  Frame frame(the_session);
   frame.may_wait(depth.outermost());
   frame.reads_hardly(info->reads_hardly);
   std::unique_ptr<Frame> extra;  // for tensors that are not among the arguments
@@ -214,7 +215,8 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     Call call(op, info, below, stack, old);
     const bool newborns_before = kept.there && others_have_newborns();  // a newborn that ends from now on frees room
     try {
-      if (depth.outermost() && !budget.forked) admitted.emplace(need, alone, info->kind == OpClass::kForeign);
+      if (depth.outermost() && !forked_child)
+        admitted.emplace(the_session, need, alone, info->kind == OpClass::kForeign);
       call.run(frame, depth.outermost(), &kept);
       own.op_seconds = call.seconds;
       if (C10_UNLIKELY(moment != nullptr))
@@ -228,12 +230,12 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
         throw;
       }
       alone = true;
-      counters.retries++;
+      the_session.counters.retries++;
     } catch (const c10::Error& e) {
       call.give_up();
       if (!kept.there || attempt >= 16 || call.began_writes || call.drew || !bring_back_trapped(e.what(), &extra))
         throw;
-      counters.trap_retries++;
+      the_session.counters.trap_retries++;
     } catch (...) {
       call.give_up();
       throw;
@@ -249,10 +251,10 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   // An optimizer's new states have no bytes until their first touch, if room is short. Otherwise this gains nothing.
-  const bool unborn = info->fills && tl_making_states && mm_arena_resident(budget.arena) > room_for_states();
-  if (C10_UNLIKELY((budget.options.torture || unborn) && depth.outermost())) {
+  const bool unborn = info->fills && tl_making_states && mm_arena_resident(the_session.arena) > room_for_states();
+  if (C10_UNLIKELY((the_session.options.torture || unborn) && depth.outermost())) {
     extra.reset();
-    send_away(&frame, budget.options.torture);
+    send_away(&frame, the_session.options.torture);
   }
 }
 
@@ -263,12 +265,12 @@ bool is_noted() {
 
 void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   if (C10_UNLIKELY(info->list_op) &&
-      run_in_slices(info, stack, [&](torch::jit::Stack* slice) { ordinary(op, info, below, slice); }))
+      run_in_slices(the_session, info, stack, [&](torch::jit::Stack* slice) { ordinary(op, info, below, slice); }))
     return;
   if (C10_LIKELY(!is_noted())) {
     page(op, info, below, stack, nullptr);
   } else {
-    Moment moment;
+    Moment moment(the_session);
     page(op, info, below, stack, &moment);
     moment.left();
   }
@@ -279,7 +281,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
 // A captured graph stores addresses, so the cells that it touches may not move.
 void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Depth depth;
-  Frame frame;
+  Frame frame(the_session);
   touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
   frame.pin_all();
   frame.begin_writes();
@@ -325,10 +327,10 @@ C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInf
                                       const torch::jit::Stack& stack) {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   if (info->kind == OpClass::kMetadata || tl_running_recipes > 0) return;
-  if (info->keeps) return finish_all_pending();
+  if (info->keeps) return finish_all_pending(the_session);
   if (info->kind == OpClass::kView && !info->tells_stream && is_view_of_storage(op, stack)) return;
   const size_t n = std::min(info->arguments, stack.size());
-  for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(stack[i]);
+  for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(the_session, stack[i]);
 }
 
 // Pins the tensors that a composite reads by address, while the frame lives. A composite that reads all of them may
@@ -336,7 +338,7 @@ C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInf
 void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
   const bool all = info->reads_raw == RawReads::kAll;
-  const bool lists = info->reads_raw == RawReads::kWeights && !budget.pool->on_host();
+  const bool lists = info->reads_raw == RawReads::kWeights && !the_session.pool->on_host();
   for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i) {
     const c10::IValue& v = stack[i];
     const bool read = v.isTensor()
@@ -352,11 +354,11 @@ void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& s
 // Torch's own composites that read by address: a packed sequence's batch sizes, for example.
 template <c10::DispatchKey backend>
 void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  Frame read;
+  Frame read(the_session);
   std::optional<InKernel> inside;
-  if (budget.open.load(std::memory_order_relaxed)) inside.emplace();
+  if (the_session.open.load(std::memory_order_relaxed)) inside.emplace();
   std::optional<ForeignScope> scope;
-  if (inside && budget.open.load(std::memory_order_acquire) && tl_regions == 0) {
+  if (inside && the_session.open.load(std::memory_order_acquire) && tl_regions == 0) {
     OpInfo* info = info_of(op);
     finish_pending(op, info, *stack);
     pin_for_reader(read, info, *stack);
@@ -369,7 +371,7 @@ void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet
 // than the region's: a custom op may have its own.
 void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   finish_pending(op, info, *stack);
-  Frame frame(false);
+  Frame frame(the_session, false);
   if (info->kind != OpClass::kView && info->kind != OpClass::kMetadata)
     touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
   frame.pin_all();
@@ -435,7 +437,7 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
       }
       break;
     case OpClass::kComposite: {
-      Frame read;
+      Frame read(the_session);
       std::optional<ForeignScope> scope;
       if (C10_UNLIKELY(info->reads_raw != RawReads::kNone)) pin_for_reader(read, info, *stack);
       if (C10_UNLIKELY(info->reads_raw == RawReads::kAll)) scope.emplace();
@@ -457,7 +459,7 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
     return;
   }
   with_our_errors([&] {
-    if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing())
+    if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing(*the_session.pool))
       captured(op, info, below, stack);
     else
       try {
@@ -472,10 +474,10 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, keys, stack);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
+  const bool done_in_child = forked_child.load(std::memory_order_relaxed) && absent_cells.load() == 0;
   std::optional<InKernel> inside;
-  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || done_in_child)) {
+  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || done_in_child)) {
     inside.reset();
     let_callbacks_rest(false);
     call_below(op, below, stack);
@@ -488,7 +490,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   finish_pending(op, info, *stack);
   if (!NestedOp::is_one(info, below)) return run_op(op, info, below, stack);
   std::optional<NestedOp> nested;
-  with_our_errors([&] { nested.emplace(*stack, info->arguments); });
+  with_our_errors([&] { nested.emplace(the_session, *stack, info->arguments); });
   run_op(op, info, below, stack);
   with_our_errors([&] { nested->returned(*stack, info->returns); });
 }
@@ -504,7 +506,7 @@ void adopt_results(OpInfo* info, const torch::jit::Stack& results, const OldStor
   c10::SmallVector<Cell*, 4> made;
   adopt_outputs(info, results, results.size(), old, &made);
   if (made.empty() || !is_noted()) return;
-  Moment moment;
+  Moment moment(the_session);
   moment.ended(info, made.data(), made.size(), 0, 0);
   moment.left();
 }

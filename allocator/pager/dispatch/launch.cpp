@@ -11,10 +11,10 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/constants.h"
 #include "base/errors.h"
+#include "base/forked_child.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/lock.h"
@@ -28,6 +28,7 @@
 #include "dispatch/kernel.h"
 #include "dispatch/op_need.h"
 #include "dispatch/recording.h"
+#include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
 #include "guards/extension_ops.h"
@@ -86,7 +87,7 @@ class LaunchRecording {
   LaunchRecording(const Kernel& kernel, bool outermost)
       : kernel_(kernel),
         on_(tl_compiled_forward && outermost && kernel.info->function.load(std::memory_order_relaxed) && !tl_foreign &&
-            !budget.forked && !captures.load()) {}
+            !forked_child && !captures.load()) {}
 
   // Reads the arguments, before their tensors are touched. The bytes that the kernel writes over belong to versions.
   // The GIL is held.
@@ -96,14 +97,15 @@ class LaunchRecording {
     for (const KernelArgument& a : arguments_) {
       if (!on_ || !a.written) continue;
       c10::StorageImpl* s = a.tensor->unsafe_storage().unsafeGetStorageImpl();
-      if (!cell_of(s) && s->nbytes() < budget.options.small_bytes && adoptable(s)) adopt(s);
+      if (!cell_of(s) && s->nbytes() < the_session.options.small_bytes && adoptable(the_session, s))
+        adopt(the_session, s);
     }
   }
 
   // The cells are pinned, and nothing is written yet. The GIL may be free.
   void begin(const Frame& frame) {
     if (C10_LIKELY(!on_) || frame.bytes() == 0) return;
-    recording_.begin(describe_launch(kernel_.info, arguments_));
+    recording_.begin(describe_launch(the_session, kernel_.info, arguments_));
     if (!recording_.recipe()) return;
     for (const KernelArgument& a : arguments_)
       if (a.written) note_written(a.tensor->unsafe_storage().unsafeGetStorageImpl());
@@ -190,7 +192,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
   for (int pauses = 0;;) {
     const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
     try {
-      if (outermost && !budget.forked) admitted->emplace(frame->bytes(), alone);
+      if (outermost && !forked_child) admitted->emplace(the_session, frame->bytes(), alone);
       std::optional<WithoutGil> released;
       for (const Touched& t : frame->cells())
         if (C10_UNLIKELY(!t.cell->resident()) && !released) released.emplace();
@@ -203,7 +205,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
       const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
       if (last || !outermost) throw;
       alone = true;
-      counters.retries++;
+      the_session.counters.retries++;
     }
     frame->release();
     admitted->reset();
@@ -215,7 +217,7 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
 PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* moment) {
   const Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
-  Frame frame;
+  Frame frame(the_session);
   frame.may_wait(depth.outermost());
   LaunchRecording recording(kernel, depth.outermost());
   recording.read(args);
@@ -232,25 +234,25 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
   double seconds = seconds_of_ticks(ticks() - begun);
   if (const uint64_t stall = waited - stalled) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
   if (depth.outermost() && frame.bytes() > 0)
-    note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
+    note_working_set(the_session, frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
   frame.end_newborns();
   if (!result) return nullptr;
   recording.end(seconds);
   if (C10_UNLIKELY(moment != nullptr)) moment->ended(kernel.info, nullptr, 0, seconds, 0);
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
-  if (C10_UNLIKELY(budget.options.torture) && depth.outermost()) send_away(&frame, true);
+  if (C10_UNLIKELY(the_session.options.torture) && depth.outermost()) send_away(&frame, true);
   return result;
 }
 
 PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
   if (C10_UNLIKELY(pending_slices.load(std::memory_order_relaxed) > 0))
     for_each_tensor(kernel, args, [](c10::TensorImpl* t, bool) {
-      each_storage(t, [](c10::StorageImpl* s) { finish_pending_of(s); });
+      each_storage(t, [](c10::StorageImpl* s) { finish_pending_of(the_session, s); });
     });
   if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0)
     return page(kernel, self, args, nullptr);
-  Moment moment;
+  Moment moment(the_session);
   PyObject* result = page(kernel, self, args, &moment);
   moment.left();
   return result;
@@ -260,9 +262,9 @@ PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
 PyObject* launch(PyObject* self, PyObject* args) {
   const Kernel& kernel = kernels().find(PyModule_GetDef(self)->m_methods)->second;
   std::optional<InKernel> inside;
-  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
   // In a region the kernel's tensors are pinned already.
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0)) {
+  if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0)) {
     inside.reset();
     return run_kernel(kernel, self, args);
   }
@@ -306,7 +308,7 @@ PyObject* allocate_or_wait(PyObject* self, PyObject* args) {
     if (C10_LIKELY(made) || !python_found_no_room() || tl_depth > 0 || pauses == kMostPauses) return made;
     if (!others && !others_have_newborns()) return nullptr;
     PyErr_Clear();
-    counters.retries++;
+    the_session.counters.retries++;
     const WithoutGil released;
     wait_for_others(kPauseSeconds);
   }
@@ -316,9 +318,9 @@ PyObject* allocate_or_wait(PyObject* self, PyObject* args) {
 // forward of a training: a recipe may then write to it without its old bytes.
 void begin_buffer(c10::StorageImpl* s) {
   const bool large = s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed);
-  if (!(large || tl_compiled_forward) || cell_of(s) || !adoptable(s)) return;
+  if (!(large || tl_compiled_forward) || cell_of(s) || !adoptable(the_session, s)) return;
   const Hold lock(graph_lock());
-  Cell* c = adopt_locked(s, 0, ticks(), large);
+  Cell* c = adopt_locked(the_session, s, 0, ticks(), large);
   if (!c) return;
   c->blank_in = tl_compiled_forward;
   if (c->small)
@@ -330,9 +332,9 @@ void begin_buffer(c10::StorageImpl* s) {
 // Replaces the function that allocates buffers while a budget is open.
 PyObject* allocate(PyObject* self, PyObject* args) {
   std::optional<InKernel> inside;
-  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
   // The buffers of a region are pinned as a whole, and C++ may write to them unseen.
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0 || tl_foreign)) {
+  if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0 || tl_foreign)) {
     inside.reset();
     return buffers().original(self, args);
   }

@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
 #include "cells/types.h"
+#include "dispatch/the_session.h"
 #include "residency/floor.h"
 
 namespace memmgr::pager {
@@ -93,7 +93,8 @@ struct Given {
     const Cell* c = cell_of(s);
     if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
     if (c && !c->small) cells.push_back(StoragePtr::reclaim_copy(s));
-    if (!c && adoptable(s) && s->nbytes() >= budget.options.small_bytes) unmanaged += rounded(s->nbytes());
+    if (!c && adoptable(the_session, s) && s->nbytes() >= the_session.options.small_bytes)
+      unmanaged += rounded(s->nbytes());
   }
 
  private:
@@ -106,8 +107,8 @@ void note_need_of(const Given& given, const Made& made) {
   // Its results are its only need, and their request is counted already.
   if (given.cells.empty() && !given.unmanaged) return;
   const uint64_t beside =
-      bytes_beside_what_stays(given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
-  failing_op().need_bytes = bytes_that_stay() + beside + given.gaps + given.unmanaged + made.bytes;
+      bytes_beside_what_stays(the_session, given.cells.size(), [&](size_t i) { return cell_of(given.cells[i].get()); });
+  failing_op().need_bytes = bytes_that_stay(the_session) + beside + given.gaps + given.unmanaged + made.bytes;
   note_floor(failing_op().need_bytes);
 }
 

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <optional>
 
-#include "base/budget.h"
 #include "base/clock.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/refusal.h"
 #include "base/seen_threads.h"
@@ -18,6 +18,7 @@
 #include "base/wait.h"
 #include "cells/adoption.h"
 #include "cells/mapped_range.h"
+#include "dispatch/the_session.h"
 #include "guards/extension_ops.h"
 #include "ops/list_ops.h"
 #include "pools/capturing.h"
@@ -51,7 +52,7 @@ void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<
 
 OldStorages::OldStorages(const OpInfo* info, const c10::IValue* args, size_t n) {
   // Foreign code may return a storage from before the call that is no argument.
-  known_ = least_born_bytes.load(std::memory_order_relaxed) < budget.options.small_bytes &&
+  known_ = least_born_bytes.load(std::memory_order_relaxed) < the_session.options.small_bytes &&
            (info->kind == OpClass::kOrdinary || info->kind == OpClass::kMetadata);
   if (C10_LIKELY(!known_)) return;
   const auto add = [&](const c10::StorageImpl* s) { all_.push_back(s); };
@@ -64,8 +65,9 @@ bool OldStorages::is_new(const c10::StorageImpl* s) const {
 
 bool newly_large(const c10::StorageImpl* s, const OldStorages& old) {
   // A mapped storage was an argument that found no room.
-  if (!s || cell_of(s) || s->sym_nbytes().is_heap_allocated() || !adoptable(s) || is_mapped(s)) return false;
-  return s->nbytes() >= budget.options.small_bytes ||
+  if (!s || cell_of(s) || s->sym_nbytes().is_heap_allocated() || !adoptable(the_session, s) || is_mapped(s))
+    return false;
+  return s->nbytes() >= the_session.options.small_bytes ||
          (s->nbytes() >= least_born_bytes.load(std::memory_order_relaxed) && old.is_new(s));
 }
 
@@ -96,7 +98,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const c10::IValue* args = stack_->data() + stack_->size() - n;
   frame.pin_all();
   // The touched cells are pinned until the op has ended, so no thread's reclaim evicts them.
-  if (records(info_) && !tl_foreign && !budget.forked && !captures.load() &&
+  if (records(info_) && !tl_foreign && !forked_child && !captures.load() &&
       (frame.bytes() > 0 || may_make_large(info_, args, n)))
     record(args, n);
   if (frame.writes()) {
@@ -107,8 +109,8 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const uint64_t& waited = waited_ns();
   const uint64_t stalled = waited;
   const bool cut = C10_UNLIKELY(info_->list_op) && outermost;
-  const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
-  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin();
+  const Share at_once = cut ? largest_index(the_session, info_, *stack_) : Share{};
+  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin(*the_session.pool);
   const uint64_t begun = ticks();
   Taking& here = taking();
   if (outermost) {
@@ -139,7 +141,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const uint64_t scratch = outermost ? static_cast<uint64_t>(here.scratch_peak) : 0;
   if (outermost && frame.bytes() + scratch > 0) {
     note_scratch(scratch);
-    note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; }, at_once);
+    note_working_set(the_session, frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; }, at_once);
   }
   frame.end_newborns();
   outputs(frame);
@@ -151,7 +153,7 @@ void Call::note_scratch(uint64_t bytes) {
 }
 
 bool Call::may_try_in_place() const {
-  if (!kept_ || !kept_->there || is_measuring_run() || info_->writes || info_->seeded || !budget.pool->on_host())
+  if (!kept_ || !kept_->there || is_measuring_run() || info_->writes || info_->seeded || !the_session.pool->on_host())
     return false;
   if (recording_.recipe()->kind->only_beside.load(std::memory_order_relaxed)) return false;
   for (const Cell* c : made)
@@ -161,7 +163,7 @@ bool Call::may_try_in_place() const {
 
 Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
   try {
-    return pager::run_again_in_place(*recording_.recipe(), left, all);
+    return pager::run_again_in_place(the_session, *recording_.recipe(), left, all);
   } catch (const std::exception& e) {
     // The op's results are lost. Their cells end while they are pinned, so no thread finds them without bytes.
     stack_->resize(stack_->size() - info_->returns);
@@ -169,14 +171,14 @@ Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::Array
     recording_.recipe()->kind->only_beside.store(
         true);  // the op runs once more, and its signature is not checked in place again
     if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
-    end_trial(recording_.recipe()->kind, false);
+    end_trial(the_session, recording_.recipe()->kind, false);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "memmgr: a second run failed: ", e.what());
   }
 }
 
 void Call::record(const c10::IValue* args, size_t n) {
   if (info_->seeded) drawing_ = begin_drawing();
-  recording_.begin(describe(info_, below_, args, n));
+  recording_.begin(describe(the_session, info_, below_, args, n));
   Recipe* const recipe = recording_.recipe();
   if (drawing_.owns_lock() && !(recipe && recipe->rng.defined())) drawing_.unlock();
   if (!recipe) return;
@@ -205,7 +207,7 @@ void Call::outputs(Frame& frame) {
         maker = as_maker(info_);
         lock.lock();
       }
-      Cell* c = adopt_locked(storages[i], 1, ended_, true, maker);
+      Cell* c = adopt_locked(the_session, storages[i], 1, ended_, true, maker);
       if (!c) continue;
       frame.take_pin(c);
       made.push_back(c);
@@ -220,7 +222,7 @@ void Call::outputs(Frame& frame) {
     }
   }
   if (!recording_.recipe()) {
-    keep_recipes_few();
+    keep_recipes_few(the_session);
     return;
   }
   if (!any) {

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "base/refusal.h"
 #include "cells/cell.h"
+#include "dispatch/the_session.h"
 #include "pools/pool.h"
 #include "pools/stream_rules.h"
 #include "remat/determinism_check.h"
@@ -15,11 +15,11 @@
 
 namespace memmgr::pager {
 
-bool is_measuring_run() { return mm_arena_budget(budget.arena) >= MM_UNLIMITED && !budget.options.torture; }
+bool is_measuring_run() { return mm_arena_budget(the_session.arena) >= MM_UNLIMITED && !the_session.options.torture; }
 
 bool has_room_for_check(uint64_t bytes) {
-  return mm_arena_resident(budget.arena) + bytes <=
-         (is_measuring_run() ? most_resident.load(std::memory_order_relaxed) : mm_arena_budget(budget.arena));
+  return mm_arena_resident(the_session.arena) + bytes <=
+         (is_measuring_run() ? most_resident.load(std::memory_order_relaxed) : mm_arena_budget(the_session.arena));
 }
 
 bool interrupts(const std::exception& e) {
@@ -68,19 +68,19 @@ void Recording::note_run(double seconds) {
 
 void Recording::end_check(bool same, c10::ArrayRef<c10::StorageImpl*> made) {
   Kind* kind = recipe_->kind;
-  if (same && made.size() == 1 && made[0] && budget.pool->on_host()) {
+  if (same && made.size() == 1 && made[0] && the_session.pool->on_host()) {
     mm_bits bits{};
     kind->bits_bytes = mm_bits_pack(pointer_of(made[0]).get(), made[0]->nbytes(), &bits);
     if (kind->bits_bytes) mm_bits_free(&bits);
   }
-  end_trial(kind, same);
+  end_trial(the_session, kind, same);
 }
 
 void Recording::check(c10::ArrayRef<c10::StorageImpl*> made, uint64_t bytes) {
   Kind* kind = recipe_->kind;
   if (!is_new() || !has_copies() || !may_check(bytes)) return;
   try {
-    const Again again = run_again(*recipe_, made, std::move(before_));
+    const Again again = run_again(the_session, *recipe_, made, std::move(before_));
     if (again == Again::kSameWhereWritten) kind->clears.store(true);
     end_check(again != Again::kOther, made);
   } catch (const c10::OutOfMemoryError&) {
@@ -88,7 +88,7 @@ void Recording::check(c10::ArrayRef<c10::StorageImpl*> made, uint64_t bytes) {
     kind->needs_bytes = refused_bytes() + bytes;
   } catch (const std::exception& e) {
     if (interrupts(e)) throw;
-    end_trial(kind, false);
+    end_trial(the_session, kind, false);
   }
   before_.clear();
 }
@@ -111,7 +111,7 @@ void Recording::attach_if_trusted(c10::ArrayRef<Version*> versions) {
     const Hold lock(graph_lock());
     attach_locked(std::move(recipe_), versions, &trash);
   }
-  keep_recipes_few();
+  keep_recipes_few(the_session);
 }
 
 }  // namespace memmgr::pager

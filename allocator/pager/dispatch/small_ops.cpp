@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "base/budget.h"
+#include "base/forked_child.h"
 #include "base/kernel_slots.h"
 #include "base/refusal.h"
 #include "base/seen_threads.h"
@@ -22,6 +22,7 @@
 #include "cells/names.h"
 #include "concurrency/deferred_steps.h"
 #include "dispatch/kernel.h"
+#include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
 #include "guards/nested_tensors.h"
@@ -43,7 +44,7 @@ const c10::StorageImpl* storage_in(const at::Tensor& t) {
 // True if the pager ignores the argument: it is no tensor, or one over a small storage without a cell.
 bool passes(const at::Tensor& t) {
   const c10::StorageImpl* s = storage_in(t);
-  return s && !cell_of(s) && is_small(s);
+  return s && !cell_of(s) && is_small(the_session.options, s);
 }
 bool passes(const at::ITensorListRef& tensors) {
   for (const at::Tensor& t : tensors)
@@ -100,7 +101,7 @@ bool is_large(const std::tuple<T...>& all) {
 bool tensors_decide(const OpInfo* info, c10::DispatchKeySet keys) {
   const auto any = [](const auto& count) { return count.load(std::memory_order_relaxed) != 0; };
   if (C10_UNLIKELY(any(queues) || any(listeners) || any(pending_slices) || any(captures))) return false;
-  if (C10_UNLIKELY(any(budget.forked) || any(reducers_listening) || any_ranges() || works_in_flight())) return false;
+  if (C10_UNLIKELY(any(forked_child) || any(reducers_listening) || any_ranges() || works_in_flight())) return false;
   return !NestedOp::is_one(info, keys) && !keys.has(c10::DispatchKey::Python) && tl_regions == 0 && !tl_foreign;
 }
 
@@ -112,9 +113,9 @@ struct Typed<Op, R(A...)> {
   static R call(c10::DispatchKeySet keys, A... args) {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static OpInfo* const info = info_of(op);
-    if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) {
+    if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) {
       InKernel inside;
-      if (C10_LIKELY(budget.open.load(std::memory_order_acquire)) && tensors_decide(info, keys)) {
+      if (C10_LIKELY(the_session.open.load(std::memory_order_acquire)) && tensors_decide(info, keys)) {
         const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
         if (info->kind == OpClass::kView ? is_strided(args...)
                                          : info->kind == OpClass::kOrdinary && (passes(args) && ...)) {

@@ -3,8 +3,8 @@
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "base/budget.h"
 #include "base/errors.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
@@ -29,19 +29,22 @@ struct Export {
 template <int N>
 PyObject* exported(PyObject* self, PyObject* args, PyObject* kwargs);
 
+// Python calls the functions without an argument of their own. Guarded by the GIL.
+Session* session_of_exports = nullptr;  // whose budget was the last to watch them
+
 Export exports[] = {{"_to_dlpack", &exported<0>}, {"_to_dlpack_versioned", &exported<1>}};
 
 // Returns false with Python's error set.
 bool escape_first(PyObject* args) {
   PyObject* o = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : nullptr;
-  if (!o || !budget.open || !THPVariable_Check(o)) return true;
+  if (!o || !session_of_exports->open || !THPVariable_Check(o)) return true;
   const at::Tensor& t = THPVariable_Unpack(o);
   if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return true;
   const auto s = StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   PyThreadState* saved = PyEval_SaveThread();
   try {
     Cell* c = cell_of(s.get());
-    if (!c && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
+    if (!c && adoptable(*session_of_exports, s.get())) c = adopt_in_budget(*session_of_exports, s.get(), tl_depth == 0);
     if (c) escape(c, Escape::kDlpack);
   } catch (const std::exception&) {
     PyEval_RestoreThread(saved);
@@ -61,7 +64,8 @@ PyObject* exported(PyObject* self, PyObject* args, PyObject* kwargs) {
 
 }  // namespace
 
-void watch_exports(bool on) {
+void watch_exports(Session& session, bool on) {
+  session_of_exports = &session;
   PyObject* torch = PyImport_ImportModule("torch._C");
   for (Export& e : exports) {
     PyObject* f = torch ? PyObject_GetAttrString(torch, e.name) : nullptr;

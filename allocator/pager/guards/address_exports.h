@@ -5,6 +5,8 @@
 
 namespace memmgr::pager {
 
-void watch_exports(bool on);  // with the GIL
+struct Session;
+
+void watch_exports(Session& session, bool on);  // with the GIL
 
 }  // namespace memmgr::pager

@@ -3,11 +3,11 @@
 #include <unordered_set>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/errors.h"
 #include "base/lock.h"
 #include "base/refusal.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -29,7 +29,8 @@ namespace memmgr::pager {
 namespace {
 
 struct PinObject {
-  PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
+  PyObject_HEAD Session* session;
+  std::vector<std::pair<Cell*, StoragePtr>>* cells;
   bool region, reader, held;
 };
 
@@ -37,7 +38,8 @@ void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
   if (reinterpret_cast<PinObject*>(self)->region) {
     --tl_regions;
-    if (budget.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
+    const Session& session = *reinterpret_cast<PinObject*>(self)->session;
+    if (session.open) note_working_set(session, pins->size(), [&](size_t i) { return (*pins)[i].first; });
   }
   if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
   if (reinterpret_cast<PinObject*>(self)->held) {
@@ -64,24 +66,27 @@ PyTypeObject pin_type = [] {
 
 }  // namespace
 
-PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader, bool hardly) {
+PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, bool written, bool region, bool reader,
+                  bool hardly) {
   auto* self = PyObject_New(PinObject, &pin_type);
   if (!self) return nullptr;
+  self->session = &session;
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
   self->region = self->reader = self->held = false;
   PyObject* result = guarded([&]() -> PyObject* {
-    if (queues && budget.open) note_stream();  // the reader may queue no op
-    for (const StoragePtr& s : storages) finish_pending_of(s.get());
+    if (queues && session.open) note_stream(session);  // the reader may queue no op
+    for (const StoragePtr& s : storages) finish_pending_of(session, s.get());
     PyThreadState* saved = PyEval_SaveThread();
     size_t next = 0;
     try {
       for (StoragePtr& s : storages) {
         ++next;
         Cell* c = cell_of(s.get());
-        if (!c && budget.open && written) grows_in_pool(s.get());
-        if (!c && budget.open && adoptable(s.get())) {
-          if (written || s->nbytes() >= budget.options.small_bytes)
-            c = hardly ? adopt_if_room(s.get(), tl_depth == 0) : adopt_in_budget(s.get(), tl_depth == 0);
+        if (!c && session.open && written) grows_in_pool(session, s.get());
+        if (!c && session.open && adoptable(session, s.get())) {
+          if (written || s->nbytes() >= session.options.small_bytes)
+            c = hardly ? adopt_if_room(session, s.get(), tl_depth == 0)
+                       : adopt_in_budget(session, s.get(), tl_depth == 0);
           else
             share_mapping(s.get());
         }

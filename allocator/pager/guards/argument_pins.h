@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "base/session.h"
 #include "base/tensors.h"
 
 namespace memmgr::pager {
@@ -13,7 +14,8 @@ namespace memmgr::pager {
 // while it lives, since the caller reads their outputs without an op. reader: it lives as long as a call of this thread
 // that has declared its writes. hardly: the call reads one element, so a mapped storage that finds no room stays in its
 // mapping.
-PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader, bool hardly = false);
+PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, bool written, bool region, bool reader,
+                  bool hardly = false);
 PyTypeObject* pin_class();  // null: Python's error is set
 
 }  // namespace memmgr::pager

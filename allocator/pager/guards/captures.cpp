@@ -1,7 +1,7 @@
 #include "guards/captures.h"
 
-#include "base/budget.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
@@ -28,33 +28,33 @@ std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
   return found;
 }
 
-void bring_back_each(const std::vector<std::pair<Cell*, StoragePtr>>& cells, bool only_if_room) {
+void bring_back_each(mm_arena* arena, const std::vector<std::pair<Cell*, StoragePtr>>& cells, bool only_if_room) {
   for (const auto& [c, s] : cells) {
-    if (only_if_room && mm_arena_resident(budget.arena) + c->nbytes > mm_arena_budget(budget.arena)) continue;
+    if (only_if_room && mm_arena_resident(arena) + c->nbytes > mm_arena_budget(arena)) continue;
     fetch(c);
   }
 }
 
 }  // namespace
 
-void begin_capture() {
+void begin_capture(Session& session) {
   if (captures.load() > 0) {
     captures++;
     return;
   }
-  finish_all_pending();
-  finish_transfers();
-  const bool may_evict = std::exchange(budget.options.may_evict, false);  // room for them is made by offloading only
+  finish_all_pending(session);
+  finish_transfers(session);
+  const bool may_evict = std::exchange(session.options.may_evict, false);  // room for them is made by offloading only
   try {
-    for (auto gone = absent(true); !gone.empty(); gone = absent(true)) bring_back_each(gone, false);
-    bring_back_each(absent(false), true);
+    for (auto gone = absent(true); !gone.empty(); gone = absent(true)) bring_back_each(session.arena, gone, false);
+    bring_back_each(session.arena, absent(false), true);
   } catch (...) {
-    budget.options.may_evict = may_evict;
+    session.options.may_evict = may_evict;
     throw;
   }
-  budget.options.may_evict = may_evict;
-  cut_recipes(true);
-  budget.pool->settle();
+  session.options.may_evict = may_evict;
+  cut_recipes(session, true);
+  session.pool->settle();
   {
     const Hold lock(graph_lock());
     for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // no stream waits inside the graph

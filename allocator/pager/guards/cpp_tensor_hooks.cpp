@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "guards/extension_ops.h"
 
@@ -22,12 +22,13 @@ using Interface = at::impl::VariableHooksInterface;
 
 struct GuardedHook {
   TensorBase operator()(const TensorBase& gradient) const {
-    if (!budget.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return hook(gradient);
-    ForeignCall call;
+    if (!session->open.load() || tl_running_recipes > 0 || !thread_is_seen()) return hook(gradient);
+    ForeignCall call(*session);
     if (gradient.defined()) call.frame.tensor(gradient.unsafeGetTensorImpl(), true);
     call.begin();
     return hook(gradient);
   }
+  Session* session;
   Hook hook;
 };
 
@@ -35,10 +36,10 @@ struct GuardedHook {
 // class is abstract. Hooks are then not guarded, and memmgr works otherwise.
 class Guarding : public Interface {
  public:
-  explicit Guarding(Interface* torch) : torch_(torch) {}
+  Guarding(Session& session, Interface* torch) : session_(session), torch_(torch) {}
 
   unsigned _register_hook(const TensorBase& t, Hook hook) const {
-    return torch_->_register_hook(t, hook ? GuardedHook{std::move(hook)} : Hook());
+    return torch_->_register_hook(t, hook ? GuardedHook{&session_, std::move(hook)} : Hook());
   }
 
   TensorBase tensor_data(const TensorBase& t) const { return torch_->tensor_data(t); }
@@ -74,23 +75,24 @@ class Guarding : public Interface {
   }
 
  private:
+  Session& session_;
   Interface* torch_;
 };
 
 template <class T>
-void put_in_place() {
-  if constexpr (!std::is_abstract_v<T>) at::impl::SetVariableHooks(new T(at::impl::GetVariableHooks()));
+void put_in_place(Session& session) {
+  if constexpr (!std::is_abstract_v<T>) at::impl::SetVariableHooks(new T(session, at::impl::GetVariableHooks()));
 }
 
 }  // namespace
 
-void guard_new_hooks() { put_in_place<Guarding>(); }
+void guard_new_hooks(Session& session) { put_in_place<Guarding>(session); }
 
-void guard_hooks_of(const at::Tensor& t) {
+void guard_hooks_of(Session& session, const at::Tensor& t) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(t);
   if (!meta || !meta->cpp_hooks_list_) return;
   for (Hook& hook : *meta->cpp_hooks_list_)
-    if (hook && !hook.target<GuardedHook>()) hook = GuardedHook{std::move(hook)};
+    if (hook && !hook.target<GuardedHook>()) hook = GuardedHook{&session, std::move(hook)};
 }
 
 }  // namespace memmgr::pager

@@ -2,9 +2,9 @@
 
 #include <ATen/Parallel.h>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
@@ -19,6 +19,7 @@
 namespace memmgr::pager {
 
 void escape(Cell* c, Escape why) {
+  Session& session = c->pool->session;
   pin(c, ticks());
   try {
     bring_back(c);
@@ -27,7 +28,7 @@ void escape(Cell* c, Escape why) {
       c->filled_on = kNotFilled;
       end_comparisons_that_are_there();
     }
-    settle_late_slices();
+    settle_late_slices(session);
     begin_new_version(c);  // a holder of the address may write there at any time
   } catch (...) {
     unpin(c);
@@ -41,7 +42,7 @@ void escape(Cell* c, Escape why) {
       stand_pinned_locked(c);
       escaped_bytes += c->nbytes;
       count_held_locked(c);
-      counters.escapes++;
+      session.counters.escapes++;
     }
   }
   unpin(c);
@@ -49,7 +50,7 @@ void escape(Cell* c, Escape why) {
 
 void foreign_write(c10::StorageImpl* s) {
   Cell* c = cell_of(s);
-  if (!c || !budget.open.load() || c->newborn || c->escape != Escape::kNone) return;
+  if (!c || !c->pool->session.open.load() || c->newborn || c->escape != Escape::kNone) return;
   const bool called = tl_depth > 0 || tl_readers > 0 || tl_regions > 0;
   if (c->state.load() & kPinMask) {
     // If this thread is in an op, a reader or a region, the pin counts as theirs, and their writes are declared. A
@@ -59,8 +60,9 @@ void foreign_write(c10::StorageImpl* s) {
   } else if (called && !tl_foreign) {
     return;
   }
-  finish_pending_of(s);
-  counters.foreign_writes++;
+  Session& session = c->pool->session;
+  finish_pending_of(session, s);
+  session.counters.foreign_writes++;
   escape(c, Escape::kForeignWrite);
 }
 

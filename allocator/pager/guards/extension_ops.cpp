@@ -9,9 +9,9 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/errors.h"
 #include "base/lock.h"
@@ -73,8 +73,8 @@ void ForeignScope::keep(const c10::IValue& view) {
   unpin(c);
 }
 
-ForeignCall::ForeignCall() {
-  finish_all_pending(true);
+ForeignCall::ForeignCall(Session& session) : frame(session) {
+  finish_all_pending(session, true);
   ++tl_readers;
 }
 
@@ -92,6 +92,7 @@ namespace {
 struct Guarded {
   PyObject* function;  // a weak reference: some functions are made while a program runs
   PyCFunction original;
+  Session* session;
 };
 
 // By the object that pybind11 binds to each function as its self: the record of its overloads. Guarded by the GIL.
@@ -133,10 +134,10 @@ void collect(PyObject* in, std::vector<StoragePtr>* found) {
 
 // Calls `call` with these storages in memory, pinned and counted as written.
 template <class Call>
-PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
+PyObject* call_with(Session& session, std::vector<StoragePtr> storages, Call&& call) {
   PyObject* pin = guarded([&] {
-    finish_all_pending();  // the call may use tensors that are not among its arguments
-    return new_pin(std::move(storages), true, false, true);
+    finish_all_pending(session);  // the call may use tensors that are not among its arguments
+    return new_pin(session, std::move(storages), true, false, true);
   });
   if (!pin) return nullptr;
   PyObject* result;
@@ -144,7 +145,7 @@ PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
     ForeignScope scope;
     result = call();
   }
-  if (result) for_each_in(result, [](PyObject* o) { guard_function(o); });
+  if (result) for_each_in(result, [&](PyObject* o) { guard_function(session, o); });
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   Py_DECREF(pin);
@@ -161,10 +162,11 @@ PyObject* call_guarded(PyObject* self, Visit&& visit, Call&& call) {
     return nullptr;
   }
   void* original = reinterpret_cast<void*>(found->second.original);
-  if (!budget.open.load()) return call(original);
+  Session& session = *found->second.session;
+  if (!session.open.load()) return call(original);
   std::vector<StoragePtr> storages;
   visit(&storages);
-  return call_with(std::move(storages), [&] { return call(original); });
+  return call_with(session, std::move(storages), [&] { return call(original); });
 }
 
 // pybind11's two conventions: before and from 3.0 on.
@@ -247,7 +249,7 @@ bool Libraries::have_bound(PyObject* function) {
          hold(reinterpret_cast<const void*>(reinterpret_cast<PyCFunctionObject*>(function)->m_ml->ml_meth));
 }
 
-bool guard_function(PyObject* function, Libraries* libraries) {
+bool guard_function(Session& session, PyObject* function, Libraries* libraries) {
   const PyCFunction guarded = guarding(function);
   if (!guarded) return false;
   PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
@@ -261,19 +263,19 @@ bool guard_function(PyObject* function, Libraries* libraries) {
   }
   Guarded& g = guarded_functions()[PyCFunction_GET_SELF(function)];
   Py_XDECREF(g.function);  // of a function that has ended and had the same self
-  g = {weak, def->ml_meth};
+  g = {weak, def->ml_meth, &session};
   def->ml_meth = guarded;
   forget_ended();
   return true;
 }
 
-PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs) {
+PyObject* call_foreign(Session& session, PyObject* function, PyObject* args, PyObject* kwargs) {
   std::vector<StoragePtr> storages;
-  if (budget.open.load()) {
+  if (session.open.load()) {
     collect(args, &storages);
     collect(kwargs, &storages);
   }
-  return call_with(std::move(storages), [&] { return PyObject_Call(function, args, kwargs); });
+  return call_with(session, std::move(storages), [&] { return PyObject_Call(function, args, kwargs); });
 }
 
 void unguard_functions() {
@@ -303,8 +305,13 @@ std::unordered_set<c10::OperatorName>& shown_ops() {
   return *s;
 }
 
+// Torch's callbacks have no argument of their own. Set before the first is registered, and read by threads that still
+// run one after it was removed.
+std::atomic<Session*> session_of_calls{nullptr};
+
 std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunction& fn) {
-  if (!budget.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return nullptr;
+  Session& session = *session_of_calls.load(std::memory_order_relaxed);
+  if (!session.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return nullptr;
   std::vector<torch::autograd::SavedVariable>* saved = nullptr;
   if (fn.scope() == at::RecordScope::BACKWARD_FUNCTION) {
     const auto node = torch::autograd::get_current_node();
@@ -314,7 +321,7 @@ std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunctio
     const auto name = fn.operator_name();
     if (!name || !shown_ops().count(*name)) return nullptr;
   }
-  auto call = std::make_unique<ForeignCall>();
+  auto call = std::make_unique<ForeignCall>(session);
   for (const c10::IValue& v : fn.inputs()) call->frame.value(v, true);
   if (saved)
     for (auto& v : *saved) {
@@ -333,7 +340,8 @@ at::CallbackHandle watch(at::RecordScope scope) {
 
 }  // namespace
 
-void watch_foreign_calls() {
+void watch_foreign_calls(Session& session) {
+  session_of_calls = &session;
   // Filled before the callback that reads it is registered. An op that is registered later needs a new callback.
   std::unordered_set<c10::OperatorName> found;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {

@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/types.h"
@@ -38,7 +39,7 @@ class ForeignScope {
 // Foreign code runs while a call lives. Cells that are put into its frame before `begin` are resident and pinned, and
 // count as written.
 struct ForeignCall final : at::ObserverContext {
-  ForeignCall();
+  explicit ForeignCall(Session& session);
   ~ForeignCall() override;
   void begin();
 
@@ -61,17 +62,17 @@ class Libraries {
 // Guards a function that pybind11 has bound, in one of these libraries if any are named. Its tensors are then resident
 // and pinned while it runs, and count as written. Functions that it returns are guarded, too. True: the function is
 // guarded now and was not before. The GIL is held.
-bool guard_function(PyObject* function, Libraries* libraries = nullptr);
+bool guard_function(Session& session, PyObject* function, Libraries* libraries = nullptr);
 void unguard_functions();
 // Calls the function with the same care. The GIL is held.
-PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs);
+PyObject* call_foreign(Session& session, PyObject* function, PyObject* args, PyObject* kwargs);
 
 // Returns the loaded libraries that name symbols of c10. Other libraries have no access to a tensor's bytes.
 const std::vector<std::string>& libraries_that_use_torch();
 
 // Registers observers for calls above the kernel: ops of foreign namespaces whose C++ kernels are composite or
 // autograd's own, and the backwards of autograd functions that are written in C++.
-void watch_foreign_calls();
+void watch_foreign_calls(Session& session);
 void forget_foreign_calls();
 
 }  // namespace memmgr::pager

@@ -15,10 +15,10 @@
 #include <thread>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -57,7 +57,7 @@ at::DataPtr put_locked(Cell* c, at::DataPtr bytes) {
 // Returns true if the file still has the bytes of the cell. The caller has the cell busy, and the file is its copy.
 bool file_agrees(Cell* c) {
   const MappedRange& range = *c->range;
-  if (mm_tier_check_lent(budget.tier, c->slot) < 0) return false;
+  if (mm_tier_check_lent(c->pool->session.tier, c->slot) < 0) return false;
   if (in_mapping(c)) return true;
   const bool agrees = c->state.load() & kAbsent
                           ? sum_agrees(c, range.begin)
@@ -88,7 +88,7 @@ void move_to_mapping(Cell* c) {
     if (has_file_copy(c)) {
       if (!file_agrees(c)) throw_file_failed(c, ESTALE);
     } else if (absent) {
-      const int error = mm_tier_read_now(budget.tier, c->slot, range.begin);
+      const int error = mm_tier_read_now(c->pool->session.tier, c->slot, range.begin);
       TORCH_CHECK(error >= 0, "memmgr: the disk tier failed: reading ", c->nbytes,
                   " bytes back: ", std::strerror(-error));
       check_sum(c, range.begin);
@@ -149,12 +149,13 @@ bool share_mapping(c10::StorageImpl* s) {
   return any;
 }
 
-static Cell* adopt_shared(c10::StorageImpl* s, uint32_t pins) {
+static Cell* adopt_shared(Session& session, c10::StorageImpl* s, uint32_t pins) {
   bool shared = share_mapping(s);
-  for (Cell* c; adoptable(s); shared |= share_mapping(s)) {  // another cell may have been made over these bytes
+  for (Cell* c; adoptable(session, s);
+       shared |= share_mapping(s)) {  // another cell may have been made over these bytes
     {
       const Hold lock(graph_lock());
-      c = adopt_locked(s, pins + shared, ticks());
+      c = adopt_locked(session, s, pins + shared, ticks());
     }
     if (!c) continue;
     if (shared) {  // pinned, so it is in the mapping until the escape
@@ -197,7 +198,7 @@ static std::vector<std::pair<Cell*, WeakStorage>> cells_of_file(const char* path
 // The file is no longer a copy of the cell's bytes, and they never move back to the mapping.
 static void forget_file_locked(Cell* c, Trash* trash) {
   c->range->overwritten = true;
-  if (c->slot >= 0) trash->slots.push_back(std::exchange(c->slot, -1));
+  if (c->slot >= 0) trash->add_slot(c, std::exchange(c->slot, -1));
   count_root_locked(c);
 }
 
@@ -221,7 +222,7 @@ static void move_to_pool(Cell* c) {
   try {
     if (absent || in_mapping(c)) block = allocate_for(c);
     if (absent) {
-      if (const int error = mm_tier_read_now(budget.tier, c->slot, block.get()); error < 0)
+      if (const int error = mm_tier_read_now(c->pool->session.tier, c->slot, block.get()); error < 0)
         throw_file_failed(c, -error);
       check_sum(c, block.get());
     } else if (block) {

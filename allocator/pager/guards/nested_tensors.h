@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/types.h"
 #include "ops/op_info.h"
@@ -20,7 +21,7 @@ class NestedOp {
   static bool is_one(const OpInfo* info, c10::DispatchKeySet keys) {
     return C10_UNLIKELY(tl_outermost != nullptr || info->nested || keys.has(c10::DispatchKey::NestedTensor));
   }
-  NestedOp(const torch::jit::Stack& stack, size_t arguments);
+  NestedOp(Session& session, const torch::jit::Stack& stack, size_t arguments);
   ~NestedOp();
   NestedOp(const NestedOp&) = delete;
   NestedOp& operator=(const NestedOp&) = delete;
@@ -31,6 +32,7 @@ class NestedOp {
   void end();
 
   static thread_local NestedOp* tl_outermost;
+  Session& session_;
   const bool outermost_;
   std::vector<std::pair<Cell*, StoragePtr>>
       pinned_;  // of the outermost op: tensors of whole numbers that it, or an op inside, reads or makes

@@ -2,10 +2,10 @@
 
 #include <vector>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
@@ -40,12 +40,13 @@ static void set_asker(std::atomic<bool>& flag, bool on) {
     if (s) drop(std::move(s));
 }
 
-void note_stream() {
-  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || budget.pool->stream() == budget.pool->opened_on()) return;
+void note_stream(const Session& session) {
+  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || session.pool->stream() == session.pool->opened_on())
+    return;
   if (tl_running_recipes > 0) return;  // the recipe's op came through here when it ran first
   if (!several_streams.load()) set_asker(several_streams, true);
-  finish_all_pending(true);
-  settle_late_slices();
+  finish_all_pending(session, true);
+  settle_late_slices(session);
   in_order = true;
 }
 

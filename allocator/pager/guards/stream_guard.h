@@ -3,7 +3,9 @@
 
 namespace memmgr::pager {
 
-void note_stream();  // notes the calling thread's stream, before the thread queues work
+struct Session;
+
+void note_stream(const Session& session);  // notes the calling thread's stream, before the thread queues work
 void note_profiler(bool on);
 void forget_askers();  // when a budget opens
 

@@ -6,7 +6,6 @@
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
 #include "base/tensors.h"
@@ -47,14 +46,14 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   if (!s) return;
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
-    grows_in_pool(s);  // set_ lets a storage grow that it only reads
+    grows_in_pool(session_, s);  // set_ lets a storage grow that it only reads
     if (!adopts_) return;
-    if (is_small(s)) {
+    if (is_small(session_.options, s)) {
       share_mapping(s);
       return;
     }
-    if (!adoptable(s)) return count_fixed_in_budget(s, may_wait_);
-    c = reads_hardly_ ? adopt_if_room(s, may_wait_) : adopt_in_budget(s, may_wait_);
+    if (!adoptable(session_, s)) return count_fixed_in_budget(session_, s, may_wait_);
+    c = reads_hardly_ ? adopt_if_room(session_, s, may_wait_) : adopt_in_budget(session_, s, may_wait_);
     if (!c) return;
   }
   // A small cell is always resident. It is pinned because it may end inside the op, and its writes are watched again
@@ -88,7 +87,7 @@ void Frame::pin_all() {
   try {
     for (const Touched& t : cells_) bring_back(t.cell);
   } catch (const c10::OutOfMemoryError&) {
-    if (!budget.tier_writes || !one_by_one()) throw;
+    if (!session_.tier_writes || !one_by_one()) throw;
   }
 }
 

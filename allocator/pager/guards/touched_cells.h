@@ -5,6 +5,7 @@
 #include <ATen/core/ivalue.h>
 
 #include "base/clock.h"
+#include "base/session.h"
 #include "cells/lifetime.h"
 #include "cells/types.h"
 
@@ -17,7 +18,8 @@ struct Touched {
 
 class Frame {
  public:
-  explicit Frame(bool adopts = true) : adopts_(adopts) {}  // adopts: storages without a cell get one.
+  explicit Frame(Session& session, bool adopts = true)
+      : session_(session), adopts_(adopts) {}  // adopts: storages without a cell get one.
   ~Frame() { release(); }
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
@@ -81,6 +83,7 @@ class Frame {
   // in addition to the op's pins: this way nothing else is pinned while it runs. Needs a tier.
   bool one_by_one();
 
+  Session& session_;
   c10::SmallVector<Touched, 12> cells_;
   c10::SmallVector<Touched, 4> small_;
   const bool adopts_;

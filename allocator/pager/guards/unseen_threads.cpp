@@ -9,16 +9,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
 #include "base/seen_threads.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
@@ -58,13 +59,19 @@ std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
   return held;
 }
 
+// Torch's callbacks have no argument of their own. Set before the net is registered, and read by threads that still run
+// the callback after it was removed.
+std::atomic<Session*> session_of_net{nullptr};
+
 std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&) {
-  if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
+  if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0) return nullptr;
+  Session& session = *session_of_net.load(std::memory_order_relaxed);
+  if (!session.open.load()) return nullptr;
   if (at::in_parallel_region()) return nullptr;  // a part of an op that another thread runs
   if (is_backends_thread()) return nullptr;
   see_this_thread(true);
-  counters.unseen_ops++;
-  finish_all_pending(true);
+  session.counters.unseen_ops++;
+  finish_all_pending(session, true);
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
   auto all = hold_all();
@@ -76,7 +83,7 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   for (const bool away : {false, true})
     for (auto& [c, s] : all) {
       if (c->resident() == away) continue;
-      if (away && mm_arena_resident(budget.arena) + c->nbytes + largest > mm_arena_budget(budget.arena)) continue;
+      if (away && mm_arena_resident(session.arena) + c->nbytes + largest > mm_arena_budget(session.arena)) continue;
       pin(c, ticks());
       try {
         bring_back(c);
@@ -93,7 +100,8 @@ at::CallbackHandle net = at::INVALID_CALLBACK_HANDLE;
 
 }  // namespace
 
-void catch_unseen_threads(bool on) {
+void catch_unseen_threads(Session& session, bool on) {
+  if (on) session_of_net = &session;
   if (on && net == at::INVALID_CALLBACK_HANDLE) {
     net = at::addGlobalCallback(at::RecordFunctionCallback(&unseen_op_begins).scopes({at::RecordScope::FUNCTION}));
   } else if (!on && net != at::INVALID_CALLBACK_HANDLE) {

@@ -7,7 +7,9 @@
 
 namespace memmgr::pager {
 
+struct Session;
+
 // Registers the net, or removes it. A budget registers it when it opens.
-void catch_unseen_threads(bool on);
+void catch_unseen_threads(Session& session, bool on);
 
 }  // namespace memmgr::pager

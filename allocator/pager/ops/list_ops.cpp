@@ -14,10 +14,10 @@ namespace {
 constexpr uint64_t kSharesOfBudget = 8;
 constexpr uint64_t kUnlimitedSlice = 64 << 20;  // also in a measuring run, whose floor would otherwise be a whole list
 
-uint64_t slice_bytes() {
-  if (budget.options.slice_bytes) return budget.options.slice_bytes;
-  if (budget.options.torture) return 1;  // every index is a slice
-  const uint64_t limit = mm_arena_budget(budget.arena);
+uint64_t slice_bytes(const Session& session) {
+  if (session.options.slice_bytes) return session.options.slice_bytes;
+  if (session.options.torture) return 1;  // every index is a slice
+  const uint64_t limit = mm_arena_budget(session.arena);
   return limit >= MM_UNLIMITED ? kUnlimitedSlice : limit / kSharesOfBudget;
 }
 
@@ -39,15 +39,15 @@ bool all_plain(const c10::IValue* args, size_t n) {
 
 }  // namespace
 
-uint64_t bytes_in_list(const at::Tensor& t) {
+uint64_t bytes_in_list(const Options& options, const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) return 0;
   const c10::StorageImpl* s = t.storage().unsafeGetStorageImpl();
   const Cell* c = cell_of(s);
-  return (c ? c->small : is_small(s)) ? 0 : s->nbytes();
+  return (c ? c->small : is_small(options, s)) ? 0 : s->nbytes();
 }
 
-std::vector<size_t> cuts(const std::vector<uint64_t>& bytes) {
-  const uint64_t most = slice_bytes();
+std::vector<size_t> cuts(const Session& session, const std::vector<uint64_t>& bytes) {
+  const uint64_t most = slice_bytes(session);
   std::vector<size_t> at{0};
   uint64_t slice = 0;
   for (size_t k = 0; k < bytes.size(); ++k) {
@@ -91,7 +91,8 @@ bool share_memory(const std::vector<InList>& all) {
 }
 
 // Returns the bytes at each index, for the call on top of the stack; empty: its lists cannot be cut together.
-static std::vector<uint64_t> bytes_by_index(const OpInfo* info, const torch::jit::Stack& stack) {
+static std::vector<uint64_t> bytes_by_index(const Options& options, const OpInfo* info,
+                                            const torch::jit::Stack& stack) {
   const size_t n = info->op.schema().arguments().size();
   const c10::IValue* args = stack.data() + stack.size() - n;
   const size_t length = args[0].isList() ? args[0].toListRef().size() : 0;
@@ -103,25 +104,25 @@ static std::vector<uint64_t> bytes_by_index(const OpInfo* info, const torch::jit
     if (list.empty()) continue;
     if (list.size() != length) return {};
     for (size_t k = 0; k < length; ++k)
-      if (list[k].isTensor()) bytes[k] += bytes_in_list(list[k].toTensor());
+      if (list[k].isTensor()) bytes[k] += bytes_in_list(options, list[k].toTensor());
   }
   return bytes;
 }
 
-static bool all_alike(const OpInfo* info, const torch::jit::Stack& stack) {
+static bool all_alike(const Pool& pool, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->op.schema().arguments().size();
-  return budget.pool->on_host() || all_plain(stack.data() + stack.size() - n, n);
+  return pool.on_host() || all_plain(stack.data() + stack.size() - n, n);
 }
 
-std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
-  std::vector<size_t> at = cuts(bytes_by_index(info, stack));
-  if (!at.empty() && !all_alike(info, stack)) return {};
+std::vector<size_t> cuts(const Session& session, const OpInfo* info, const torch::jit::Stack& stack) {
+  std::vector<size_t> at = cuts(session, bytes_by_index(session.options, info, stack));
+  if (!at.empty() && !all_alike(*session.pool, info, stack)) return {};
   return at;
 }
 
-Share largest_index(const OpInfo* info, const torch::jit::Stack& stack) {
-  const std::vector<uint64_t> bytes = bytes_by_index(info, stack);
-  if (bytes.empty() || !all_alike(info, stack)) return {};
+Share largest_index(const Session& session, const OpInfo* info, const torch::jit::Stack& stack) {
+  const std::vector<uint64_t> bytes = bytes_by_index(session.options, info, stack);
+  if (bytes.empty() || !all_alike(*session.pool, info, stack)) return {};
   return {*std::max_element(bytes.begin(), bytes.end()), std::accumulate(bytes.begin(), bytes.end(), uint64_t{0})};
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/ArrayRef.h>
 
 #include <atomic>
 #include <cstdint>
@@ -35,7 +36,11 @@ struct RawReader {
   RawReads reads;
   bool on_cpu = true;  // also on the CPU
 };
-const std::vector<RawReader>& raw_readers();
+c10::ArrayRef<RawReader> raw_readers();
+
+namespace facts {
+struct NamedOp;
+}
 
 struct OpInfo {
   c10::OperatorHandle op;
@@ -62,8 +67,8 @@ struct OpInfo {
   bool native = false;      // not torch's, with a C++ kernel: it may keep addresses
   bool keeps = false;       // it may also read arguments of earlier calls
   bool only_reads = false;  // torch's own outside aten, without a write or a message: ops of packed weights
-  bool adds_in_any_order = false;  // on accelerators: one of any_order()
-  bool races = false;              // on the CPU: one of races_on_cpu()
+  bool adds_in_any_order = false;  // on accelerators
+  bool races = false;              // on the CPU
   int in_order_unless = -1;        // position of the argument that must be true for any order; -1: none
   int generator = -1;              // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
@@ -89,9 +94,10 @@ struct OpInfo {
   }
 
  private:
-  void read_arguments(const c10::FunctionSchema& schema);  // declared and silent writes, positions
-  void read_tables();                                      // facts by the op's name
-  void classify(const c10::FunctionSchema& schema);
+  // Declared and silent writes, positions.
+  void read_arguments(const c10::FunctionSchema& schema, const facts::NamedOp& row);
+  void read_tables(const facts::NamedOp& row);  // facts by the op's name
+  void classify(const c10::FunctionSchema& schema, const facts::NamedOp& row);
 };
 
 // Returns the op as the maker of its results, with the source line where that is asked for. The caller holds no lock.

@@ -5,7 +5,6 @@
 
 #include <cstring>
 
-#include "base/budget.h"
 #include "base/gil.h"
 #include "base/lock.h"
 #include "pools/pool.h"
@@ -52,11 +51,11 @@ const char* overload_with_generator(const c10::OperatorName& name) {
   return nullptr;
 }
 
-bool on_cuda() { return queues && budget.pool->device.type() == c10::kCUDA; }
+bool on_cuda(const Pool& pool) { return queues && pool.device.type() == c10::kCUDA; }
 
-Variant way_of(const OpInfo* info) {
+Variant way_of(const Pool& pool, const OpInfo* info) {
   if (info->generator >= 0) return Variant::kArgument;
-  if (on_cuda()) return Variant::kState;
+  if (on_cuda(pool)) return Variant::kState;
   const auto& name = info->op.operator_name();
   if (overload_with_generator(name)) return Variant::kOverload;
   if (name.name == "aten::rand_like") return Variant::kUniform;
@@ -74,26 +73,26 @@ at::Tensor empty_like_of(const torch::jit::Stack& stack) {
 
 }  // namespace
 
-bool can_draw_again(const OpInfo* info) { return way_of(info) != Variant::kNone; }
+bool can_draw_again(const Pool& pool, const OpInfo* info) { return way_of(pool, info) != Variant::kNone; }
 
 // Returns the managed device's generator. Test devices draw from the CPU's.
-static at::Generator default_generator() {
-  if (on_cuda()) return at::globalContext().defaultGenerator(budget.pool->device);
+static at::Generator default_generator(const Pool& pool) {
+  if (on_cuda(pool)) return at::globalContext().defaultGenerator(pool.device);
   return at::detail::getDefaultCPUGenerator();
 }
 
-at::Generator generator_before(const OpInfo* info, const c10::IValue* args) {
+at::Generator generator_before(const Pool& pool, const OpInfo* info, const c10::IValue* args) {
   at::Generator used;
   if (info->generator >= 0 && args[info->generator].isGenerator()) used = args[info->generator].toGenerator();
-  if (!used.defined()) used = default_generator();
+  if (!used.defined()) used = default_generator(pool);
   std::lock_guard<std::mutex> lock(used.mutex());
   return used.clone();
 }
 
-void draw_again(const OpInfo* info, const c10::KernelFunction& kernel, c10::DispatchKeySet keys,
+void draw_again(const Pool& pool, const OpInfo* info, const c10::KernelFunction& kernel, c10::DispatchKeySet keys,
                 const at::Generator& state, torch::jit::Stack* stack) {
   at::Generator g = state.clone();
-  switch (way_of(info)) {
+  switch (way_of(pool, info)) {
     case Variant::kArgument:
       (*stack)[static_cast<size_t>(info->generator)] = g;
       kernel.callBoxed(info->op, keys, stack);
@@ -110,7 +109,7 @@ void draw_again(const OpInfo* info, const c10::KernelFunction& kernel, c10::Disp
     case Variant::kUniform:
     case Variant::kNormal: {
       at::Tensor out = empty_like_of(*stack);
-      if (way_of(info) == Variant::kUniform)
+      if (way_of(pool, info) == Variant::kUniform)
         out.uniform_(0, 1, g);
       else
         out.normal_(0, 1, g);
@@ -149,7 +148,7 @@ void draw_again(const OpInfo* info, const c10::KernelFunction& kernel, c10::Disp
         ~Lent() { own.graphsafe_set_state(before); }
         at::Generator own;
         const at::Generator before = own.graphsafe_get_state();
-      } lent(default_generator(), g);
+      } lent(default_generator(pool), g);
       kernel.callBoxed(info->op, keys, stack);
       return;
     }

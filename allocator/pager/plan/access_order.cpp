@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
@@ -166,20 +165,20 @@ static const bool foretells =
     (next_touch = {&ticks_until_touch_locked, &order_has_moved_locked, &order_was_used_locked}, true);
 
 // Begins copies of cells that were touched just now and are touched late: their eviction then waits for no write.
-static void write_behind() {
+static void write_behind(const Session& session) {
   constexpr uint32_t kLooks = 16;
   constexpr size_t kMostWrites = 4;
   const Hold lock(graph_lock());
   const TurnOrder& o = turn_order();
-  if (!o.applies() || !may_be_offloaded()) return;
+  if (!o.applies() || !session.may_offload()) return;
   for (uint32_t back = 0; back < std::min(kLooks, o.count()) && writes_under_way().size() < kMostWrites; ++back)
     if (Cell* c = o.before(back); c && o.places_until(c) > o.count() / 4 && c->resident()) begin_write_locked(c);
 }
 
-void read_in_order() {
-  if (absent_cells.load(std::memory_order_relaxed) == 0 || !budget.options.prefetch) return;
-  write_behind();
-  const uint64_t most = mm_arena_budget(budget.arena) / kShareAhead;
+void read_in_order(const Session& session) {
+  if (absent_cells.load(std::memory_order_relaxed) == 0 || !session.options.prefetch) return;
+  write_behind(session);
+  const uint64_t most = mm_arena_budget(session.arena) / kShareAhead;
   uint64_t ahead = 0;
   for (uint32_t places = 1;; ++places) {
     Cell* c;

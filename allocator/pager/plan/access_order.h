@@ -26,6 +26,6 @@ void use_order_locked(bool on);
 void touch_in_order_locked(Cell* c);
 
 // Starts to read absent cells that are touched next. Nothing is pinned.
-void read_in_order();
+void read_in_order(const Session& session);
 
 }  // namespace memmgr::pager

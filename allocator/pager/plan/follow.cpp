@@ -5,7 +5,6 @@
 #include <list>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
@@ -93,9 +92,9 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
 }
 
 // A period begins with these places, or goes on without any.
-void follow_places_locked(Follower& f, std::shared_ptr<mm_places> places) {
+void follow_places_locked(mm_arena* arena, Follower& f, std::shared_ptr<mm_places> places) {
   if (!places && !f.places) return;
-  if (budget.arena) mm_arena_follow(budget.arena, places.get());
+  if (arena) mm_arena_follow(arena, places.get());
   f.places = std::move(places);
 }
 
@@ -147,9 +146,9 @@ void end_group() {
 // Returns the first departure whose block has the request's size: no pages are moved, and no other cell is evicted for
 // it. A cell without a copy does not count, as its eviction waits for a write. Without such a departure it is the first
 // one.
-std::deque<Going>::iterator place_of_locked(Follower& f, uint64_t request) {
+std::deque<Going>::iterator place_of_locked(const Options& options, Follower& f, uint64_t request) {
   const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
-  if (request < budget.options.small_bytes) return f.going.begin();
+  if (request < options.small_bytes) return f.going.begin();
   const auto found = std::find_if(f.going.begin(), end, [&](const Going& g) {
     const Cell* c = turn_of(f, g.ordinal) == g.turn ? cell_locked(f, g.ordinal) : nullptr;
     return c && rounded(c->nbytes) == rounded(request) && c->state.load(std::memory_order_relaxed) == 0 &&
@@ -184,17 +183,17 @@ uint64_t lacked_bytes_locked(const Follower& f) {
 }
 
 // Evicts the cells that have departed. Blocks have places only where each of them ends when the plan says.
-void go_at_once() {
+void go_at_once(const Session& session) {
   {
     const Hold lock(graph_lock());
     const Follower& f = follower();
     if (!f.places || f.going.empty()) return;
   }
-  let_planned_go(kAll, 0);
+  let_planned_go(session, kAll, 0);
 }
 
 // Begins the reads that are due. A read that finds no room is tried again after the next op.
-void read_ahead(std::vector<uint32_t> due) {
+void read_ahead(const Session& session, std::vector<uint32_t> due) {
   std::vector<uint32_t> later;
   for (const uint32_t ordinal : due) {
     Cell* c;
@@ -207,7 +206,7 @@ void read_ahead(std::vector<uint32_t> due) {
     }
     if (!held) continue;
     bool begun = begin_read(c);
-    if (!begun && let_planned_go(c->nbytes, c->nbytes, true)) begun = begin_read(c);
+    if (!begun && let_planned_go(session, c->nbytes, c->nbytes, true)) begun = begin_read(c);
     if (!begun) later.push_back(ordinal);
     drop(std::move(held));
     if (!later.empty()) {  // keeps the order: the first read is needed first
@@ -236,7 +235,7 @@ void has_been_read_locked(const Recipe* r) {
 }
 
 // Rematerializes a group together, before the op at this position: shared intermediates are made once.
-void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<KeptRow> kept) {
+void run_group(const Session& session, const std::vector<PlanRow>& rows, uint32_t position, std::vector<KeptRow> kept) {
   std::vector<uint32_t> ordinals;
   for (const PlanRow& row : rows)
     if (row.what == Row::kMake) ordinals.push_back(row.ordinal);
@@ -268,22 +267,24 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     unpin(c);
     drop(std::move(held));
     group.end_read();
-    go_at_once();
+    go_at_once(session);
   }
   end_group();
-  go_at_once();
+  go_at_once(session);
 }
 
 }  // namespace
 
-static uint64_t let_planned_go_in_malloc(uint64_t want, uint64_t request) { return let_planned_go(want, request); }
+static uint64_t let_planned_go_in_malloc(const Session& session, uint64_t want, uint64_t request) {
+  return let_planned_go(session, want, request);
+}
 static const bool lets_planned_go =
     (room_sources.planned = &let_planned_go_in_malloc, room_sources.plan_is_short = &note_short, true);
 
-void add_plan(FollowedPlan plan) {
+void add_plan(const Session& session, FollowedPlan plan) {
   if (queues)
-    plan.places =
-        std::shared_ptr<mm_places>(mm_places_make(), [arena = budget.arena](mm_places* p) { mm_places_end(arena, p); });
+    plan.places = std::shared_ptr<mm_places>(mm_places_make(),
+                                             [arena = session.arena](mm_places* p) { mm_places_end(arena, p); });
   const Hold lock(graph_lock());
   Follower& f = follower();
   for (const FollowedPlan& p : f.plans)
@@ -293,10 +294,10 @@ void add_plan(FollowedPlan plan) {
   if (f.plans.size() > kMostPlans && &f.plans.back() != f.leads) f.plans.pop_back();
 }
 
-void drop_plans() {
+void drop_plans(const Session& session) {
   const Hold lock(graph_lock());
   lead_locked(follower(), nullptr, 0);
-  follow_places_locked(follower(), nullptr);
+  follow_places_locked(session.arena, follower(), nullptr);
   follower() = Follower();
 }
 
@@ -305,12 +306,12 @@ bool plan_foretells() { return foretelling.load(std::memory_order_relaxed); }
 
 // Several plans may begin with the same ops, and the one that leads until they part acts for all. The plan that
 // followed the period before last time is likely to follow it again.
-void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
+void follow_position_locked(const Session& session, uint32_t position, uint64_t hash, uint64_t before) {
   Follower& f = follower();
   if (f.plans.empty() || (f.decided && !f.leads)) return;
   const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
   if (f.leads && fits(*f.leads)) {
-    if (f.places) mm_arena_at(budget.arena, position);
+    if (f.places) mm_arena_at(session.arena, position);
     return;
   }
   auto found =
@@ -321,10 +322,10 @@ void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   lead_locked(f, found == f.plans.end() ? nullptr : &*found, position);
   foretelling = f.leads && f.leads->hashes.back() == before;
   // A round that several plans begin alike is followed by the one that was right last time.
-  follow_places_locked(f, foretelling && position == 0 ? f.leads->places : nullptr);
+  follow_places_locked(session.arena, f, foretelling && position == 0 ? f.leads->places : nullptr);
 }
 
-void follow_before(uint32_t position) {
+void follow_before(const Session& session, uint32_t position) {
   if (!plan_leads()) return;
   std::vector<uint32_t> due, again;
   std::vector<PlanRow> group;
@@ -350,12 +351,12 @@ void follow_before(uint32_t position) {
       f.deferred.clear();
     }
   }
-  if (!due.empty()) read_ahead(std::move(due));
-  if (!group.empty()) run_group(group, position, std::move(kept));
+  if (!due.empty()) read_ahead(session, std::move(due));
+  if (!group.empty()) run_group(session, group, position, std::move(kept));
 }
 
-void follow_after(uint32_t position) {
-  poll_transfers();
+void follow_after(const Session& session, uint32_t position) {
+  poll_transfers(session);
   if (!plan_leads()) return;
   std::vector<uint32_t> deferred;
   std::vector<Cell*> ended;
@@ -375,11 +376,11 @@ void follow_after(uint32_t position) {
     deferred.swap(f.deferred);
   }
   for (Cell* c : ended) last_user_is_gone(c);
-  go_at_once();
-  if (!deferred.empty()) read_ahead(std::move(deferred));
+  go_at_once(session);
+  if (!deferred.empty()) read_ahead(session, std::move(deferred));
 }
 
-uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
+uint64_t let_planned_go(const Session& session, uint64_t want, uint64_t request, bool ahead) {
   if (!plan_leads()) return 0;
   uint64_t released = 0;
   bool again = false;
@@ -392,7 +393,7 @@ uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
       Follower& f = follower();
       if (f.going.empty() && (want == kAll || std::exchange(again, true) || !go_again_locked(f)))
         break;  // once: some stay resident
-      const auto place = released == 0 ? place_of_locked(f, request) : f.going.begin();
+      const auto place = released == 0 ? place_of_locked(session.options, f, request) : f.going.begin();
       next = *place;
       f.going.erase(place);
       if (turn_of(f, next.ordinal) != next.turn) continue;
@@ -424,7 +425,7 @@ void note_short() {
   follower().ran_short = true;
 }
 
-Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t passes) {
+Followed end_following(Session& session, uint64_t hash, uint64_t before, size_t ops, uint64_t passes) {
   Followed result;
   {
     const Hold lock(graph_lock());
@@ -442,17 +443,17 @@ Followed end_following(uint64_t hash, uint64_t before, size_t ops, uint64_t pass
     result.left = std::exchange(f.left, LeftPlan());
     if (hash && f.leads && !result.to_the_end) result.left = {f.leads->hashes.back(), ops};
     lead_locked(f, nullptr, 0);
-    if (!result.to_the_end) follow_places_locked(f, nullptr);
+    if (!result.to_the_end) follow_places_locked(session.arena, f, nullptr);
     f.decided = false;
     f.ran_short = false;
     f.turns.clear();
   }
   end_kept_ghosts();
   if (result.to_the_end) {
-    counters.planned_periods += passes;
-    if (result.ran_short) counters.short_periods++;
+    session.counters.planned_periods += passes;
+    if (result.ran_short) session.counters.short_periods++;
   } else if (result.left.plan) {
-    counters.left_periods += passes;
+    session.counters.left_periods += passes;
   }
   return result;
 }

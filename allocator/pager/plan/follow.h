@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/constants.h"
+#include "base/session.h"
 #include "remat/rematerialize.h"
 
 namespace memmgr::pager {
@@ -31,21 +32,21 @@ struct FollowedPlan {
   std::shared_ptr<mm_places> places;  // of the period's blocks; null where moving pages costs next to nothing
 };
 
-void add_plan(FollowedPlan plan);
-void drop_plans();
+void add_plan(const Session& session, FollowedPlan plan);
+void drop_plans(const Session& session);
 // A plan leads in this period, as far as it has come.
 bool plan_leads();
 // A plan leads, and the period before was the same plan's: the order of the cells that live on is known.
 bool plan_foretells();
 
 // Do the actions that are due. Called by Moment.
-void follow_before(uint32_t position);
-void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before);
-void follow_after(uint32_t position);
+void follow_before(const Session& session, uint32_t position);
+void follow_position_locked(const Session& session, uint32_t position, uint64_t hash, uint64_t before);
+void follow_after(const Session& session, uint32_t position);
 // Evicts cells that the plan has released, until `want` bytes are free: inside malloc, or for a read `ahead`, which
 // waits for no write. `request`: the bytes of the block that malloc needs; a cell of that size is evicted first.
 // Returns the bytes released.
-uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead = false);
+uint64_t let_planned_go(const Session& session, uint64_t want, uint64_t request, bool ahead = false);
 // Malloc had to choose a victim without the plan.
 void note_short();
 
@@ -64,6 +65,6 @@ struct Followed {
   LeftPlan left;
 };
 // Ends the following of a period. `hash`: of the period that ends; `before`: of the one before it. 0: none.
-Followed end_following(uint64_t hash = 0, uint64_t before = 0, size_t ops = 0, uint64_t passes = 1);
+Followed end_following(Session& session, uint64_t hash = 0, uint64_t before = 0, size_t ops = 0, uint64_t passes = 1);
 
 }  // namespace memmgr::pager

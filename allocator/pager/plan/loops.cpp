@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "cells/cell.h"
 #include "residency/reclaim.h"
@@ -157,12 +156,12 @@ LoopSeeker::Turn LoopSeeker::ends(const Timeline& turn, const OpInfo* info, cons
   return Turn::kCut;
 }
 
-void end_turn(LoopTurn turn) {
+void end_turn(Session& session, LoopTurn turn) {
   const Timeline& ended = turn.ended;
-  const Followed followed = end_following(ended.hash(), ended.before, ended.ops.size());
-  poll_transfers();
+  const Followed followed = end_following(session, ended.hash(), ended.before, ended.ops.size());
+  poll_transfers(session);
   if (!turn.whole || ended.overflow || ended.before != ended.hash()) return;
-  counters.loop_turns++;
+  session.counters.loop_turns++;
   Told& t = told();
   {
     const Hold lock(t.lock);

@@ -80,7 +80,7 @@ struct LoopTurn {
   Timeline ended;
   bool whole = false;
 };
-void end_turn(LoopTurn turn);
+void end_turn(Session& session, LoopTurn turn);
 
 void begin_wait_for_loop();
 // Waits for a turn that was the same as the one before and was not followed to its end by a plan with enough room. Of

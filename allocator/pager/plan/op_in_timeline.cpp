@@ -2,7 +2,6 @@
 
 #include <optional>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/lock.h"
 #include "cells/cell.h"
@@ -21,14 +20,14 @@ LoopSeeker& seeker() {
   return *s;
 }
 
-Timeline begin_next(Period& p, bool noted) {
-  Timeline ended = begin_next_locked(p, noted);
+Timeline begin_next(const Session& session, Period& p, bool noted) {
+  Timeline ended = begin_next_locked(session, p, noted);
   use_order_locked(false);
   return ended;
 }
 
 // Returns the turn that ends before this op, or the ops that were noted before a loop was looked for.
-std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& frame) {
+std::optional<LoopTurn> turn_locked(const Session& session, Period& p, const OpInfo* info, const Frame& frame) {
   if (makes_recipes() || p.noted.turn >= 0) return std::nullopt;
   auto how = LoopSeeker::Turn::kCut;
   if (p.loop)
@@ -37,7 +36,7 @@ std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& 
     return std::nullopt;
   if (how == LoopSeeker::Turn::kGoesOn) return std::nullopt;
   const uint64_t last_end = p.last_end;
-  LoopTurn turn{begin_next(p, true), how == LoopSeeker::Turn::kWhole};
+  LoopTurn turn{begin_next(session, p, true), how == LoopSeeker::Turn::kWhole};
   seeker().cut(turn.ended.ops.size(), turn.whole && turn.ended.before == turn.ended.hash());
   p.loop = true;
   if (turn.whole) learn_order_locked(turn.ended, p.previous);
@@ -56,9 +55,9 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
   {
     Hold lock(graph_lock());
     Period& p = period_locked();
-    if (std::optional<LoopTurn> turn = turn_locked(p, info, frame)) {
+    if (std::optional<LoopTurn> turn = turn_locked(session_, p, info, frame)) {
       lock.unlock();
-      end_turn(std::move(*turn));
+      end_turn(session_, std::move(*turn));
       lock.lock();
     }
     if (p.noted.ops.size() >= kMostOps) {
@@ -66,22 +65,22 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
       timeline_on = false;
       return;
     }
-    at = begin_op_locked(p, info, now);
+    at = begin_op_locked(session_, p, info, now);
     for (const Touched& t : frame.cells()) {
       touch_locked(p, t.cell, t.written, false);
       if (t.cell->in_turn) touch_in_order_locked(t.cell);
     }
     p.noted.hashes.push_back(p.running);
     position_ = at;
-    follow_position_locked(at, p.running, p.noted.before);
+    follow_position_locked(session_, at, p.running, p.noted.before);
   }
-  if (follow) follow_before(at);
+  if (follow) follow_before(session_, at);
 }
 
 void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, OpTimer* timer) {
   if (position_ < 0) {
     if (n == 0) return;
-    begins(info, Frame(), false);  // the op has run: actions that are due wait for the next op
+    begins(info, Frame(session_), false);  // the op has run: actions that are due wait for the next op
     if (position_ < 0) return;
   }
   const Hold lock(graph_lock());
@@ -115,14 +114,14 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
 
 void Moment::left() {
   if (!ended_) return;
-  follow_after(static_cast<uint32_t>(position_));
-  read_in_order();
+  follow_after(session_, static_cast<uint32_t>(position_));
+  read_in_order(session_);
   if (C10_LIKELY(!times_ops.load(std::memory_order_relaxed))) return;
   const Hold lock(graph_lock());  // the host has done this work while the device runs the op
   period_locked().last_end = ticks();
 }
 
-void turn_period() {
+void turn_period(Session& session) {
   if (!timeline_on.load(std::memory_order_relaxed) && !short_begins_loops.load(std::memory_order_relaxed)) return;
   bool cut;
   {
@@ -130,20 +129,20 @@ void turn_period() {
     Period& p = period_locked();
     seeker().backward();
     cut = p.loop;
-    if (cut) seeker().cut(begin_next(p, false).ops.size(), false);  // a part of a pass is no pass
+    if (cut) seeker().cut(begin_next(session, p, false).ops.size(), false);  // a part of a pass is no pass
     p.noted.backwards++;
     if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
     learn_backward_locked(p.noted, p.live);
     use_order_locked(true);
   }
-  if (cut) end_following();
+  if (cut) end_following(session);
 }
 
-Timeline next_period(bool noted) {
+Timeline next_period(const Session& session, bool noted) {
   const Hold lock(graph_lock());
   Period& p = period_locked();
   seeker().passed(p.noted.ops.size());
-  Timeline ended = begin_next(p, noted);
+  Timeline ended = begin_next(session, p, noted);
   if (noted && !ended.overflow) {
     learn_order_locked(ended, p.previous);
     use_order_locked(true);
@@ -152,14 +151,14 @@ Timeline next_period(bool noted) {
   return ended;
 }
 
-void seek_loops(bool on) {
+void seek_loops(const Session& session, bool on) {
   const Hold lock(graph_lock());
   seeker().reset(on);
   forget_steady_locked();
   forget_order_locked();
   use_order_locked(false);
   if (on) begin_wait_for_loop();
-  if (on && counters.evictions.load() + counters.offloads.load() > 0) timeline_on = true;
+  if (on && session.counters.evictions.load() + session.counters.offloads.load() > 0) timeline_on = true;
 }
 
 static const ListensToCells forgets_beginnings({nullptr, [](Cell* c) { seeker().forget(c); }});

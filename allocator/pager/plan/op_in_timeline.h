@@ -1,6 +1,7 @@
 // An op in the timeline: the op is noted, the plan is followed, reads begin, and periods end.
 #pragma once
 
+#include "base/session.h"
 #include "cells/types.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
@@ -11,6 +12,8 @@ namespace memmgr::pager {
 // The place of one op in the timeline. The kernel makes it for outermost ops that touch cells.
 class Moment {
  public:
+  explicit Moment(Session& session) : session_(session) {}
+
   // Called before the op's cells are pinned. Begins the plan's actions that are due before the op.
   void begins(OpInfo* info, const Frame& frame, bool follow = true);
   // Called after the op ran. The caller still holds the op's outputs.
@@ -19,16 +22,17 @@ class Moment {
   void left();
 
  private:
+  Session& session_;
   int64_t position_ = -1;
   bool ended_ = false;
 };
 
 // Called where an outermost backward begins.
-void turn_period();
+void turn_period(Session& session);
 // Begins the next period. Returns the timeline of the one that ends; empty: it was not noted.
-Timeline next_period(bool noted);
+Timeline next_period(const Session& session, bool noted);
 
 // Turns of loops are looked for until the budget ends.
-void seek_loops(bool on);
+void seek_loops(const Session& session, bool on);
 
 }  // namespace memmgr::pager

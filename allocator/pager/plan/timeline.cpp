@@ -4,7 +4,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/lock.h"
 #include "base/module_of_op.h"
@@ -17,23 +16,25 @@ namespace memmgr::pager {
 std::atomic<bool> timeline_on{false};
 std::atomic<bool> times_ops{false};
 
-Period& period_locked() {
-  static auto* p = new Period;
-  return *p;
-}
-
 namespace {
 
-// The last turn of a loop that equalled the turn before it. Guarded by the graph's lock.
+// The last turn of a loop that equalled the turn before it.
 struct Steady {
   uint64_t hash = 0;
   std::vector<std::pair<uint32_t, Cell*>> cells;  // by ordinal, the cells that live on; null: the cell has ended
   uint64_t until = 0;                             // cells with this serial or a later one were made after the turn
 };
 
-Steady& steady() {
-  static auto* s = new Steady;
-  return *s;
+// Guarded by the graph's lock.
+struct Periods {
+  Period now;
+  Steady steady;
+  uint32_t timed = 0;  // periods that were timed since the budget opened
+};
+
+Periods& periods() {
+  static auto* p = new Periods;
+  return *p;
 }
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
@@ -59,11 +60,10 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
 // The first periods of a budget are timed, since plans are made of them, and later one in 16. Two points cost an op two
 // microseconds (an H100's host: 0.9 each).
 constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
-uint32_t timed_periods = 0;  // under the graph's lock
 
-void time_ops_locked(Period& p, bool noted) {
-  mm_device* device = noted && budget.pool ? budget.pool->queue() : nullptr;
-  const bool timed = device && (timed_periods++ < kTimedPeriods || p.number % kTimedAgain == 0);
+void time_ops_locked(const Pool* pool, Period& p, bool noted) {
+  mm_device* device = noted && pool ? pool->queue() : nullptr;
+  const bool timed = device && (periods().timed++ < kTimedPeriods || p.number % kTimedAgain == 0);
   if (timed)
     p.noted.points = std::shared_ptr<mm_points>(mm_points_begin(device), [](mm_points* points) {
       if (points) mm_points_end(points);
@@ -73,10 +73,12 @@ void time_ops_locked(Period& p, bool noted) {
 
 }  // namespace
 
-uint32_t begin_op_locked(Period& p, OpInfo* info, uint64_t now) {
+Period& period_locked() { return periods().now; }
+
+uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now) {
   OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
   if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
+  const uint64_t all = mm_arena_resident(session.arena), paged = resident_cell_bytes.load();
   note.other = all - std::min(all, paged);
   note.module = current_module();
   p.noted.ops.push_back(note);
@@ -94,8 +96,8 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
   p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.loop ? 0 : c->nbytes);
 }
 
-Timeline begin_next_locked(Period& p, bool noted) {
-  const uint64_t trials = counters.trials.load();
+Timeline begin_next_locked(const Session& session, Period& p, bool noted) {
+  const uint64_t trials = session.counters.trials.load();
   Timeline ended = std::move(p.noted);
   ended.trials = trials - p.trials_before;
   const uint32_t number = p.number + 1;
@@ -107,12 +109,12 @@ Timeline begin_next_locked(Period& p, bool noted) {
   p.trials_before = trials;
   p.begun = serial_of_next_locked();
   timeline_on = noted;
-  time_ops_locked(p, noted);
+  time_ops_locked(session.pool, p, noted);
   return ended;
 }
 
 void keep_steady_locked(const Timeline& turn, const Period& p) {
-  Steady& s = steady();
+  Steady& s = periods().steady;
   s.hash = turn.hash();
   s.until = serial_of_next_locked();
   s.cells.clear();
@@ -121,17 +123,18 @@ void keep_steady_locked(const Timeline& turn, const Period& p) {
 }
 
 void forget_steady_locked() {
-  steady() = Steady();
-  timed_periods = 0;
+  periods().steady = Steady();
+  periods().timed = 0;
 }
 
-void OpTimer::begin() {
+void OpTimer::begin(const Pool& pool) {
   {
     const Hold lock(graph_lock());
     points_ = period_locked().noted.points;
   }
   if (!points_) return;  // the period has ended in between
-  begins_ = mm_points_add(points_.get(), budget.pool->stream());
+  pool_ = &pool;
+  begins_ = mm_points_add(points_.get(), pool.stream());
   Taking& here = taking();
   here.points = points_.get();
   here.searches.clear();
@@ -139,7 +142,7 @@ void OpTimer::begin() {
 
 void OpTimer::end_timed() {
   taking().points = nullptr;
-  ends_ = mm_points_add(points_.get(), budget.pool->stream());
+  ends_ = mm_points_add(points_.get(), pool_->stream());
 }
 
 OpTimer::~OpTimer() {
@@ -255,7 +258,7 @@ void take_device_times(Timeline* t) {
 
 static void forget_in_timeline_locked(Cell* c) {
   Period& p = period_locked();
-  if (Steady& s = steady(); c->serial < s.until) {
+  if (Steady& s = periods().steady; c->serial < s.until) {
     for (auto& [ordinal, cell] : s.cells)
       if (cell == c) cell = nullptr;
   }
@@ -289,7 +292,7 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal) {
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash) {
   const Period& p = period_locked();
   if (p.noted.before == hash) return ordinal < p.previous.size() ? p.previous[ordinal] : nullptr;
-  const Steady& s = steady();
+  const Steady& s = periods().steady;
   if (s.hash != hash) return nullptr;
   const auto found = std::lower_bound(s.cells.begin(), s.cells.end(), ordinal,
                                       [](const auto& at, uint32_t o) { return at.first < o; });

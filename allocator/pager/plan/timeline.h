@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/constants.h"
+#include "base/session.h"
 #include "cells/types.h"
 #include "ops/op_info.h"
 
@@ -49,7 +50,7 @@ class OpTimer {
   OpTimer(const OpTimer&) = delete;
   OpTimer& operator=(const OpTimer&) = delete;
   ~OpTimer();
-  void begin();
+  void begin(const Pool& pool);
   void end() {
     if (C10_UNLIKELY(points_ != nullptr)) end_timed();
   }
@@ -59,6 +60,7 @@ class OpTimer {
  private:
   void end_timed();
 
+  const Pool* pool_ = nullptr;  // set with `points_`
   std::shared_ptr<mm_points> points_;
   int begins_ = -1, ends_ = -1;
 };
@@ -121,10 +123,10 @@ struct Period {
 };
 Period& period_locked();
 // Gives the op the next position in the period, and returns it.
-uint32_t begin_op_locked(Period& p, OpInfo* info, uint64_t now);
+uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now);
 void touch_locked(Period& p, Cell* c, bool written, bool made);
 // Begins the next period. Returns the one that ends.
-Timeline begin_next_locked(Period& p, bool noted);
+Timeline begin_next_locked(const Session& session, Period& p, bool noted);
 // A whole turn of a loop that equalled the one before has ended. Its cells are `p.previous`.
 void keep_steady_locked(const Timeline& turn, const Period& p);
 void forget_steady_locked();

@@ -4,8 +4,8 @@
 
 #include <cstring>
 
-#include "base/budget.h"
 #include "base/checksum.h"
+#include "base/forked_child.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
 
@@ -19,10 +19,11 @@ struct ArenaAllocator final : c10::Allocator {
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
   mm_arena* arena = nullptr;
+  Pool* pool = nullptr;
 
   at::DataPtr take(void* block, uint64_t nbytes, Taking& here) const {
     here.take(nbytes);
-    note_small_request(nbytes);
+    note_small_request(arena, nbytes);
     if (C10_UNLIKELY(here.fill >= 0)) std::memset(block, here.fill, nbytes);
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(block, true);
     return {block, block, &free_block, c10::Device(c10::kCPU)};
@@ -40,7 +41,7 @@ struct ArenaAllocator final : c10::Allocator {
     if (n == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
     Taking& here = taking();
     void* block = mm_arena_alloc_at(arena, n, here.side);
-    if (!block) room_maker.fail(n);
+    if (!block) room_maker.fail(*pool, n);
     return take(block, n, here);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
@@ -63,11 +64,14 @@ void free_block(void* block) {
 
 class CpuPool final : public Pool {
  public:
-  explicit CpuPool(mm_arena* arena) : Pool(c10::Device(c10::kCPU), arena) { the_allocator().arena = arena; }
+  CpuPool(Session& session, mm_arena* arena) : Pool(session, c10::Device(c10::kCPU), arena) {
+    the_allocator().arena = arena;
+    the_allocator().pool = this;
+  }
 
   // A forked child allocates nothing in the arena.
   c10::DeleterFnPtr deleter() const override {
-    return budget.forked ? the_allocator().previous->raw_deleter() : &free_block;
+    return forked_child ? the_allocator().previous->raw_deleter() : &free_block;
   }
   c10::Allocator* allocator() const override { return c10::GetAllocator(c10::kCPU); }
   at::DataPtr allocate(uint64_t nbytes) override { return the_allocator().allocate(nbytes); }
@@ -105,13 +109,13 @@ class CpuPool final : public Pool {
 
 }  // namespace
 
-Pool* cpu_pool() {
+Pool* cpu_pool(Session& session) {
   static Pool* made = nullptr;
   if (made) return made;
   char why[200] = {};
   mm_arena* arena = mm_arena_create(MM_UNLIMITED, 0, why, sizeof why);
   TORCH_CHECK(arena, "memmgr: ", why, ". They take no memory, but `ulimit -v` (RLIMIT_AS) has to leave so many.");
-  made = new CpuPool(arena);
+  made = new CpuPool(session, arena);
   mm_arena_set_reclaim(arena, room_maker.reclaim, made);
   return made;
 }

@@ -5,6 +5,6 @@
 
 namespace memmgr::pager {
 
-Pool* cpu_pool();
+Pool* cpu_pool(Session& session);
 
 }  // namespace memmgr::pager

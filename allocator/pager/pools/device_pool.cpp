@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/checksum.h"
+#include "base/forked_child.h"
 #include "base/wait.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
@@ -30,7 +30,8 @@ void free_on_device(void* block);
 
 class DevicePool final : public Pool {
  public:
-  DevicePool(c10::Device where, mm_device* memory) : Pool(where, mm_device_arena(memory)), memory_(memory) {}
+  DevicePool(Session& session, c10::Device where, mm_device* memory)
+      : Pool(session, where, mm_device_arena(memory)), memory_(memory) {}
 
   bool is_cuda() const { return device.type() == c10::kCUDA; }
   // The blocks are those of torch's own allocator; the arena only counts.
@@ -55,9 +56,9 @@ class DevicePool final : public Pool {
       const c10::DeviceGuard here(device);
       return allocator()->allocate(nbytes);
     }
-    TORCH_CHECK(!budget.forked, "memmgr: a forked child cannot use what its parent had on ", device.str());
+    TORCH_CHECK(!forked_child, "memmgr: a forked child cannot use what its parent had on ", device.str());
     void* block = take(nbytes, stream());
-    if (!block) room_maker.fail(nbytes);
+    if (!block) room_maker.fail(*this, nbytes);
     return {block, block, &free_on_device, device};
   }
   at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) override {
@@ -67,7 +68,7 @@ class DevicePool final : public Pool {
   }
   void* take(uint64_t nbytes, mm_stream on) {
     Taking& here = taking();
-    const bool large = nbytes >= budget.options.small_bytes;
+    const bool large = nbytes >= session.options.small_bytes;
     mm_points* const points = large ? here.points : nullptr;
     const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
     std::optional<Wait> searching;
@@ -77,7 +78,7 @@ class DevicePool final : public Pool {
     if (C10_UNLIKELY(points != nullptr)) here.searches.emplace_back(begun, mm_points_add(points, on));
     if (!block) return nullptr;
     note_scratch_taken(nbytes);
-    note_small_request(nbytes);
+    note_small_request(arena, nbytes);
     return block;
   }
   void give(void* block) {
@@ -189,14 +190,11 @@ class DevicePool final : public Pool {
   mm_stream main_ = nullptr;  // the stream on which the budget was opened: blocks for prefetches are allocated on it
 };
 
-std::array<DevicePool*, 64>& pools() {
-  static auto* all = new std::array<DevicePool*, 64>{};  // for the life of the process: tensors may outlive budgets
-  return *all;
-}
+std::array<DevicePool*, 64> pools{};  // for the life of the process: tensors may outlive budgets
 
 void free_on_device(void* block) {
-  if (!block || budget.forked) return;
-  for (DevicePool* pool : pools())
+  if (!block || forked_child) return;
+  for (DevicePool* pool : pools)
     if (pool && mm_arena_owns(pool->arena, block)) return pool->give(block);
 }
 
@@ -209,7 +207,7 @@ struct DeviceAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t n) override {
     DevicePool* pool = open.load(std::memory_order_relaxed);
     // Storages keep this allocator, and may grow when no budget is open, or one on another device.
-    if (!pool || budget.forked || c10::impl::getDeviceGuardImpl(pool->device.type())->getDevice() != pool->device)
+    if (!pool || forked_child || c10::impl::getDeviceGuardImpl(pool->device.type())->getDevice() != pool->device)
       return previous->allocate(n);
     if (n == 0) return {nullptr, nullptr, &free_on_device, pool->device};
     at::DataPtr taken = pool->allocate(n);
@@ -237,7 +235,7 @@ const mm_plugin_hooks* hooks_of(int ordinal) {
                     &take_for_cuda,
                     [](uint64_t n) { return room_maker.reclaim(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
                     &note_scratch_taken,
-                    [](size_t n) { room_maker.fail(n); },
+                    [](size_t n) { room_maker.fail(*cuda_open.load(), n); },
                     &note_scratch_given};
   return &hooks[ordinal];
 }
@@ -282,10 +280,10 @@ void DevicePool::forget_in_child() {
   if (a.previous) c10::SetAllocator(device.type(), a.previous, 255);
 }
 
-Pool* device_pool(c10::Device where, const char* driver_path) {
+Pool* device_pool(Session& session, c10::Device where, const char* driver_path) {
   const auto ordinal = static_cast<size_t>(where.index());
-  TORCH_CHECK(where.index() >= 0 && ordinal < pools().size(), "memmgr: no device ", where.str());
-  if (pools()[ordinal]) return pools()[ordinal];
+  TORCH_CHECK(where.index() >= 0 && ordinal < pools.size(), "memmgr: no device ", where.str());
+  if (pools[ordinal]) return pools[ordinal];
   char why[256] = "";
   mm_device* memory = nullptr;
   if (where.type() == c10::kCUDA) {
@@ -295,9 +293,9 @@ Pool* device_pool(c10::Device where, const char* driver_path) {
     memory = mm_device_open(driver, where.index(), MM_UNLIMITED, MM_MEMORY_MAPPED, why, sizeof why);
   }
   TORCH_CHECK(memory, "memmgr: no device memory: ", why);
-  pools()[ordinal] = new DevicePool(where, memory);
-  mm_arena_set_reclaim(mm_device_arena(memory), room_maker.reclaim, static_cast<Pool*>(pools()[ordinal]));
-  return pools()[ordinal];
+  pools[ordinal] = new DevicePool(session, where, memory);
+  mm_arena_set_reclaim(mm_device_arena(memory), room_maker.reclaim, static_cast<Pool*>(pools[ordinal]));
+  return pools[ordinal];
 }
 
 void use_plugin(const mm_plugin* table) {

@@ -9,7 +9,7 @@
 namespace memmgr::pager {
 
 // driver: a library with the driver's entry points; null for CUDA's. Throws if the memory cannot be opened.
-Pool* device_pool(c10::Device where, const char* driver);
+Pool* device_pool(Session& session, c10::Device where, const char* driver);
 // Sets the table of CUDA's allocator, which is memmgr's, or torch's own behind memmgr's interface.
 void use_plugin(const mm_plugin* plugin);
 

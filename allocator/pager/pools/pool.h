@@ -1,5 +1,5 @@
 // Pool: the source of one device's managed memory. Its malloc keeps the budget: it calls reclaim() before it would pass
-// it. One pool is open at a time (Budget::pool). Blocks of an earlier one go back to that one.
+// it. A session has one pool at a time (Session::pool). Blocks of an earlier one go back to that one.
 //
 // On an accelerator work is queued: resident bytes are valid for work that is queued after them. The pager's rules for
 // that have names (stream_rules.h), and tests leave one out to see bits change.
@@ -11,6 +11,7 @@
 #include <string>
 
 #include "base/checksum.h"
+#include "base/session.h"
 #include "memmgr/device.h"
 #include "memmgr/plugin.h"
 
@@ -24,6 +25,7 @@ class Pool {
 
   const c10::Device device;
   mm_arena* const arena;
+  Session& session;  // whose budgets open over this pool; one is open over it while session.open and session.pool is it
   bool on_host() const { return device.is_cpu(); }
 
   // The deleter that marks a DataPtr as the pool's.
@@ -67,7 +69,7 @@ class Pool {
   virtual mm_stream home(const void*) const { return nullptr; }  // the stream on which a block was allocated
 
  protected:
-  Pool(c10::Device where, mm_arena* from) : device(where), arena(from) {}
+  Pool(Session& of, c10::Device where, mm_arena* from) : device(where), arena(from), session(of) {}
 };
 
 // While it lives, memory that this thread takes is memmgr's own: without a budget no op would need it.
@@ -81,7 +83,7 @@ struct OwnWork {
 struct RoomMaker {
   // Called inside malloc (rule 11): runs no op, takes no GIL. Returns the bytes released.
   uint64_t (*reclaim)(void* pool, uint64_t need, uint64_t request, int attempt) = nullptr;
-  __attribute__((noreturn)) void (*fail)(uint64_t request) = nullptr;  // throws c10::OutOfMemoryError
+  __attribute__((noreturn)) void (*fail)(Pool& pool, uint64_t request) = nullptr;  // throws c10::OutOfMemoryError
 };
 extern RoomMaker room_maker;
 

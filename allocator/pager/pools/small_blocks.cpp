@@ -10,9 +10,9 @@ constexpr uint64_t kShareOfBudget = 16;
 
 std::atomic<uint64_t> least_born_bytes{Options().small_bytes};
 
-void look_at_small_blocks() {
-  const uint64_t limit = mm_arena_budget(budget.arena);
-  if (limit < MM_UNLIMITED && mm_arena_small_bytes(budget.arena) > limit / kShareOfBudget)
+void look_at_small_blocks(mm_arena* arena) {
+  const uint64_t limit = mm_arena_budget(arena);
+  if (limit < MM_UNLIMITED && mm_arena_small_bytes(arena) > limit / kShareOfBudget)
     least_born_bytes.store(MM_SMALL_FROM, std::memory_order_relaxed);
 }
 

@@ -12,7 +12,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "base/budget.h"
+#include "base/session.h"
 
 namespace memmgr::pager {
 
@@ -20,12 +20,12 @@ namespace memmgr::pager {
 extern std::atomic<uint64_t> least_born_bytes;
 
 // Compares the arena's small blocks with the budget.
-void look_at_small_blocks();
+C10_NOINLINE void look_at_small_blocks(mm_arena* arena);
 
 // Notes a request of so many bytes.
-inline void note_small_request(uint64_t nbytes) {
+inline void note_small_request(mm_arena* arena, uint64_t nbytes) {
   if (C10_LIKELY(nbytes < MM_SMALL_FROM || nbytes >= MM_SMALL_TO)) return;
-  if (least_born_bytes.load(std::memory_order_relaxed) > MM_SMALL_FROM) look_at_small_blocks();
+  if (least_born_bytes.load(std::memory_order_relaxed) > MM_SMALL_FROM) look_at_small_blocks(arena);
 }
 
 }  // namespace memmgr::pager

@@ -110,19 +110,14 @@ void Module::add(const char* name, PyCFunction function, int flags, const char* 
 
 // ---- the stub ----
 
-std::vector<DescribedType>& described_types() {
-  static auto* all = new std::vector<DescribedType>;
+Descriptions& descriptions() {
+  static auto* all = new Descriptions;
   return *all;
 }
 
 bool is_described(const char* name) {
-  const auto& all = described_types();
+  const auto& all = descriptions().types;
   return std::any_of(all.begin(), all.end(), [&](const DescribedType& type) { return type.name == name; });
-}
-
-std::vector<DescribedFunction>& described_functions() {
-  static auto* all = new std::vector<DescribedFunction>;
-  return *all;
 }
 
 std::string described(const Parameters& parameters, const std::vector<std::string>& hints, bool only_by_position) {
@@ -147,12 +142,12 @@ namespace {
 
 using Texts = std::vector<std::vector<std::string>>;
 
-std::vector<DescribedFunction> functions() { return described_functions(); }
+std::vector<DescribedFunction> functions() { return descriptions().functions; }
 
 // A row for each struct: its name, its meaning, and a key and a hint for each field.
 Texts types() {
   Texts rows;
-  for (const DescribedType& type : described_types()) {
+  for (const DescribedType& type : descriptions().types) {
     rows.push_back({type.name, type.meaning});
     for (const auto& [key, hint] : type.fields) rows.back().insert(rows.back().end(), {key, hint});
   }

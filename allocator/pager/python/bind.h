@@ -273,7 +273,15 @@ struct DescribedType {
   std::string name, meaning;
   std::vector<std::pair<std::string, std::string>> fields;  // key, hint
 };
-std::vector<DescribedType>& described_types();
+struct DescribedFunction {
+  std::string name, parameters, result, doc;
+};
+// For the stub. With the GIL.
+struct Descriptions {
+  std::vector<DescribedType> types;
+  std::vector<DescribedFunction> functions;
+};
+Descriptions& descriptions();
 bool is_described(const char* name);
 bool set_item(PyObject* dict, const char* key, PyObject* new_value);
 
@@ -286,7 +294,7 @@ struct Cast<T, std::void_t<decltype(Fields<T>::kName)>> {
         using Member = std::remove_reference_t<decltype(std::declval<T&>().*member)>;
         type.fields.emplace_back(key, Cast<Member>::hint());
       });
-      described_types().push_back(std::move(type));
+      descriptions().types.push_back(std::move(type));
     }
     return Fields<T>::kName;
   }
@@ -327,10 +335,6 @@ class Module {
   PyObject* module_;
 };
 
-struct DescribedFunction {
-  std::string name, parameters, result, doc;
-};
-std::vector<DescribedFunction>& described_functions();
 std::string described(const Parameters& parameters, const std::vector<std::string>& hints, bool only_by_position);
 
 template <auto f>
@@ -382,7 +386,7 @@ void Module::def(const char* name, const char* text, const char* doc) {
     flags = one ? METH_O : METH_FASTCALL | METH_KEYWORDS;
   }
   add(name, function, flags, doc);
-  described_functions().push_back({name, B::hints(one), B::result(), doc});
+  descriptions().functions.push_back({name, B::hints(one), B::result(), doc});
 }
 
 // Adds the descriptions of functions, dicts and constants. tools/house/make_stub.py writes two files from them.

@@ -5,7 +5,6 @@
 #include <optional>
 #include <string>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
@@ -18,6 +17,7 @@
 #include "cells/mapped_range.h"
 #include "cells/types.h"
 #include "concurrency/deferred_steps.h"
+#include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "pools/pool.h"
 #include "pools/stream_rules.h"
@@ -108,7 +108,7 @@ void py_set_purpose(TensorList tensors, Purpose purpose) {
 Figures py_stats() {
   Figures d;
   mm_arena_stats a{};  // zeros before the first budget of a process: a failed opening calls this, too
-  if (budget.arena) mm_arena_stats_get(budget.arena, &a);
+  if (the_session.arena) mm_arena_stats_get(the_session.arena, &a);
   d.put("budget_bytes", a.budget_bytes);
   d.put("resident_bytes.current", a.live_bytes + a.outside_bytes);
   d.put("resident_bytes.peak", a.resident_peak_bytes);
@@ -127,7 +127,7 @@ Figures py_stats() {
   d.put("absent_cells", static_cast<uint64_t>(absent_cells.load()));
   d.put("recipe_bytes", recipe_bytes.load());
   d.put("works_in_flight", works_in_flight());
-#define COUNTER(name) d.put(#name, counters.name.load());
+#define COUNTER(name) d.put(#name, the_session.counters.name.load());
   COUNTER(evictions)
   COUNTER(evicted_bytes)
   COUNTER(offloads)
@@ -138,7 +138,7 @@ Figures py_stats() {
   COUNTER(reload_bytes)
   COUNTER(rematerialized_ops)
   COUNTER(rematerializations)
-  d.put("ops", ops_counted() - counters.ops_before);
+  d.put("ops", ops_counted() - the_session.counters.ops_before);
   COUNTER(recorded_ops)
   COUNTER(adopted)
   COUNTER(adopted_bytes)
@@ -222,7 +222,7 @@ void py_drain() {
   {
     const WithoutGil released;
     drop_what_waits();
-    poll_transfers();
+    poll_transfers(the_session);
   }
   poll_works();
 }
@@ -230,7 +230,7 @@ void py_drain() {
 // Empty on the CPU.
 Figures py_device_stats() {
   Figures d;
-  mm_device* device = budget.pool ? budget.pool->queue() : nullptr;
+  mm_device* device = the_session.pool ? the_session.pool->queue() : nullptr;
   if (!device) return d;
   mm_device_stats s{};
   mm_device_stats_get(device, &s);
@@ -253,7 +253,8 @@ bool py_read_ahead(Addressed o) {
 
 void py_check_arena() {
   char why[400] = {};
-  if (budget.arena && mm_arena_check(budget.arena, why, sizeof why) != 0) raise_error(PyExc_RuntimeError, "%s", why);
+  if (the_session.arena && mm_arena_check(the_session.arena, why, sizeof why) != 0)
+    raise_error(PyExc_RuntimeError, "%s", why);
 }
 
 void py_miscount(int64_t bytes) {

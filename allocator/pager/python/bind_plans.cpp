@@ -13,6 +13,7 @@
 
 #include "base/gil.h"
 #include "base/link.h"
+#include "dispatch/the_session.h"
 #include "ops/list_ops.h"
 #include "ops/op_info.h"
 #include "plan/follow.h"
@@ -85,9 +86,10 @@ PeriodInfo py_next_period(bool noted) {
   Timeline ended;
   {
     const WithoutGil released;
-    ended = next_period(noted);
-    followed = end_following(ended.hash(), ended.before, ended.ops.size(), std::max<uint64_t>(ended.backwards, 1));
-    poll_transfers();
+    ended = next_period(the_session, noted);
+    followed = end_following(the_session, ended.hash(), ended.before, ended.ops.size(),
+                             std::max<uint64_t>(ended.backwards, 1));
+    poll_transfers(the_session);
   }
   return period_ended(std::move(ended), followed);
 }
@@ -104,9 +106,11 @@ std::optional<PeriodInfo> py_take_loop() {
   return period_ended(std::move(ended), followed);
 }
 
+void py_seek_loops(bool on) { seek_loops(the_session, on); }
+
 void py_turn_period() {
   const WithoutGil released;
-  turn_period();
+  turn_period(the_session);
 }
 
 TimelineColumns py_timeline() {
@@ -184,7 +188,7 @@ void py_add_plan(Bytes hashes, Bytes departures, Bytes writes, Bytes reads, Byte
   if (h.rows == 0) raise_error(PyExc_ValueError, "a plan for no op");
   plan.hashes.resize(h.rows);
   std::memcpy(plan.hashes.data(), h.data, h.rows * 8);
-  add_plan(std::move(plan));
+  add_plan(the_session, std::move(plan));
 }
 
 // Not cut either if two indices share memory: each op of a step runs on all indices before the next op does.
@@ -197,11 +201,11 @@ std::vector<size_t> py_cuts(TensorLists lists) {
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(one); ++k)
       if (PyObject* o = PyList_GET_ITEM(one, k); THPVariable_Check(o)) {
         const at::Tensor& t = THPVariable_Unpack(o);
-        bytes[static_cast<size_t>(k)] += bytes_in_list(t);
+        bytes[static_cast<size_t>(k)] += bytes_in_list(the_session.options, t);
         all.push_back({t.unsafeGetTensorImpl(), static_cast<size_t>(k)});
       }
   }
-  std::vector<size_t> where = cuts(bytes);
+  std::vector<size_t> where = cuts(the_session, bytes);
   if (!where.empty() && share_memory(all)) where.clear();
   return where;
 }
@@ -210,7 +214,7 @@ std::vector<size_t> py_cuts(TensorLists lists) {
 
 void bind_plans(Module& m) {
   m.def<&py_next_period>("next_period", "noted", "Ends a period. `timeline()` has its columns.");
-  m.def<&seek_loops>("seek_loops", "on", "Whether turns of loops without a backward are periods.");
+  m.def<&py_seek_loops>("seek_loops", "on", "Whether turns of loops without a backward are periods.");
   m.def<&py_wait_for_loop>("wait_for_loop", "",
                            "Waits without the GIL until a turn of a loop needs a plan. False: the budget ends.");
   m.def<&end_wait_for_loop>("end_wait_for_loop", "", "Ends the wait for a loop.");
@@ -226,11 +230,11 @@ void bind_plans(Module& m) {
 }
 
 void forget_periods() {
-  end_following();
-  drop_plans();
-  seek_loops(false);
-  next_period(false);
-  next_period(false);  // the last period must not be the one before any other
+  end_following(the_session);
+  drop_plans(the_session);
+  seek_loops(the_session, false);
+  next_period(the_session, false);
+  next_period(the_session, false);  // the last period must not be the one before any other
   last_timeline() = Timeline();
 }
 

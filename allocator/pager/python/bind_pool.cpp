@@ -5,9 +5,9 @@
 #include <cstring>
 #include <optional>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/gil.h"
+#include "dispatch/the_session.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
@@ -21,18 +21,18 @@ FIELDS(ProbeSeconds, "A write and a read of the tier, and the processor time of 
 namespace {
 
 void py_add_outside(int64_t delta) {
-  if (budget.arena) mm_arena_add_outside(budget.arena, delta);
+  if (the_session.arena) mm_arena_add_outside(the_session.arena, delta);
 }
 
-uint64_t py_resident() { return budget.arena ? mm_arena_resident(budget.arena) : 0; }
+uint64_t py_resident() { return the_session.arena ? mm_arena_resident(the_session.arena) : 0; }
 
 void py_set_limit(uint64_t bytes) {
-  if (budget.open) budget.pool->set_budget(bytes);
+  if (the_session.open) the_session.pool->set_budget(bytes);
 }
 
 Figures py_arena_stats() {
   mm_arena_stats a{};
-  if (budget.arena) mm_arena_stats_get(budget.arena, &a);
+  if (the_session.arena) mm_arena_stats_get(the_session.arena, &a);
   Figures d;
   d.put("budget_bytes", a.budget_bytes);
   d.put("live_bytes", a.live_bytes);
@@ -49,9 +49,9 @@ Figures py_arena_stats() {
 
 Figures py_tier_stats() {
   Figures d;
-  if (!budget.tier_writes) return d;
+  if (!the_session.tier_writes) return d;
   mm_tier_stats t{};
-  mm_tier_stats_get(budget.tier, &t);
+  mm_tier_stats_get(the_session.tier, &t);
   d.put("capacity_bytes", t.capacity_bytes);
   d.put("used_bytes", t.used_bytes);
   d.put("used_peak_bytes", t.used_peak_bytes);
@@ -65,13 +65,13 @@ Figures py_tier_stats() {
 }
 
 std::optional<ProbeSeconds> py_tier_probe(size_t n) {
-  if (!budget.tier_writes) return std::nullopt;
-  const bool on_host = budget.pool->on_host();
+  if (!the_session.tier_writes) return std::nullopt;
+  const bool on_host = the_session.pool->on_host();
   const OwnWork own;
   void* p = nullptr;
   at::DataPtr block;
   if (!on_host)
-    p = (block = budget.pool->try_allocate(n, 0)).get();
+    p = (block = the_session.pool->try_allocate(n, 0)).get();
   else if (posix_memalign(&p, 4096, n) != 0)
     p = nullptr;
   if (!p) return std::nullopt;
@@ -79,26 +79,26 @@ std::optional<ProbeSeconds> py_tier_probe(size_t n) {
   uint64_t read = 0;
   mm_tier_stats before{}, after{};
   if (on_host) std::memset(p, 1, n);
-  mm_tier_stats_get(budget.tier, &before);
+  mm_tier_stats_get(the_session.tier, &before);
   const uint64_t begun = now_ns();
-  const int64_t slot = mm_tier_write_now(budget.tier, p, n);
-  if (slot >= 0) mm_tier_wait(budget.tier, slot);
+  const int64_t slot = mm_tier_write_now(the_session.tier, p, n);
+  if (slot >= 0) mm_tier_wait(the_session.tier, slot);
   const uint64_t written = now_ns();
   if (slot >= 0) {
-    if (mm_tier_read_now(budget.tier, slot, p) == 0 && mm_tier_wait(budget.tier, slot) >= 0) read = now_ns();
-    mm_tier_free(budget.tier, slot);
+    if (mm_tier_read_now(the_session.tier, slot, p) == 0 && mm_tier_wait(the_session.tier, slot) >= 0) read = now_ns();
+    mm_tier_free(the_session.tier, slot);
   }
-  mm_tier_stats_get(budget.tier, &after);
+  mm_tier_stats_get(the_session.tier, &after);
   if (on_host) free(p);
   block.clear();
-  if (!on_host) mm_arena_reset_peak(budget.arena);  // the block counted in the budget, but not in the run
+  if (!on_host) mm_arena_reset_peak(the_session.arena);  // the block counted in the budget, but not in the run
   if (!read) return std::nullopt;
   return ProbeSeconds{static_cast<double>(written - begun) * 1e-9, static_cast<double>(read - written) * 1e-9,
                       static_cast<double>(after.cpu_nanoseconds - before.cpu_nanoseconds) * 1e-9};
 }
 
 void py_tier_inject(int write, int after_writes, int read, int after_reads) {
-  if (budget.tier) mm_tier_inject(budget.tier, write, after_writes, read, after_reads);
+  if (the_session.tier) mm_tier_inject(the_session.tier, write, after_writes, read, after_reads);
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/gil.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
@@ -20,6 +19,7 @@
 #include "cells/types.h"
 #include "concurrency/deferred_steps.h"
 #include "dispatch/launch.h"
+#include "dispatch/the_session.h"
 #include "guards/argument_pins.h"
 #include "guards/captures.h"
 #include "guards/ddp_reducer.h"
@@ -54,8 +54,10 @@ std::vector<StoragePtr> storages_of(PyObject* items) {
 }
 
 bool py_add_pending(Callable run, TensorList tensors) {
-  return budget.open && add_pending(run.object, storages_of(tensors.object));
+  return the_session.open && add_pending(the_session, run.object, storages_of(tensors.object));
 }
+
+void py_finish_pending(bool quietly) { finish_all_pending(the_session, quietly); }
 
 bool py_any_away(TensorList tensors) {
   for (const StoragePtr& s : storages_of(tensors.object)) {
@@ -78,13 +80,13 @@ std::optional<uint64_t> py_name(Addressed o) {
 
 bool py_escape(Addressed o, Escape why) {
   const StoragePtr s = storage_of(o.object);
-  if (!s || !budget.open) return false;
-  finish_pending_of(s.get());
+  if (!s || !the_session.open) return false;
+  finish_pending_of(the_session, s.get());
   const WithoutGil released;
   Cell* c = cell_of(s.get());
   // The slices of a mapped file become cells. The storage over the whole file becomes one only if an op touches it.
   const bool whole_file = why == Escape::kSlice && is_mapped(s.get());
-  if (!c && !whole_file && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
+  if (!c && !whole_file && adoptable(the_session, s.get())) c = adopt_in_budget(the_session, s.get(), tl_depth == 0);
   if (c) escape(c, why);
   return true;
 }
@@ -92,13 +94,13 @@ bool py_escape(Addressed o, Escape why) {
 Pin pin_one(PyObject* addressed, bool hardly) {
   std::vector<StoragePtr> storages;
   if (StoragePtr s = storage_of(addressed)) storages.push_back(std::move(s));
-  return {{new_pin(std::move(storages), false, false, true, hardly)}};
+  return {{new_pin(the_session, std::move(storages), false, false, true, hardly)}};
 }
 
 Pin py_pin(AddressedSequence sequence, bool written, bool region, bool held) {
   THPObjectPtr items(
       checked(PySequence_Fast(sequence.object, "a sequence of tensors or storages' addresses is needed")));
-  return {{new_pin(storages_of(items.get()), written, region, !held)}};
+  return {{new_pin(the_session, storages_of(items.get()), written, region, !held)}};
 }
 
 // Most numbers are small tensors.
@@ -121,7 +123,7 @@ bool py_beat(Object store, const std::string& key, double seconds) {
 std::optional<Pin> py_pin_reducer(Object reducer, bool gradients) {
   std::vector<StoragePtr> storages = storages_of_reducer(reducer.object, gradients);
   if (storages.empty()) return std::nullopt;
-  return Pin{{new_pin(std::move(storages), false, false, false)}};
+  return Pin{{new_pin(the_session, std::move(storages), false, false, false)}};
 }
 
 std::vector<uint64_t> py_reducer_storages(Object reducer) {
@@ -134,21 +136,23 @@ std::vector<uint64_t> py_reducer_storages(Object reducer) {
 bool py_moves_gradients(Object reducer) { return moves_gradients(reducer.object); }
 
 Object py_call_foreign(Callable function, Arguments args, Keywords kwargs) {
-  return {call_foreign(function.object, args.object, kwargs.object)};
+  return {call_foreign(the_session, function.object, args.object, kwargs.object)};
 }
 
 void py_note_profiler(bool on) {
   const WithoutGil released;
-  if (budget.open) note_profiler(on);
+  if (the_session.open) note_profiler(on);
 }
 
 uint64_t py_guard(List functions, TextList libraries) {
   Libraries theirs(libraries.object);
   uint64_t found = 0;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(functions.object); ++i)
-    found += guard_function(PyList_GET_ITEM(functions.object, i), &theirs);
+    found += guard_function(the_session, PyList_GET_ITEM(functions.object, i), &theirs);
   return found;
 }
+
+void py_watch_foreign_calls() { watch_foreign_calls(the_session); }
 
 void py_unguard_all() {
   unguard_functions();
@@ -173,14 +177,14 @@ void py_forsake_file(PathLike path) {
   PyObject* converted = nullptr;
   if (!PyUnicode_FSConverter(path.object, &converted)) throw python_error();
   THPObjectPtr bytes(converted);
-  if (!budget.open) return;
+  if (!the_session.open) return;
   const WithoutGil released;
   forsake_file(PyBytes_AS_STRING(converted));
 }
 
 void py_begin_capture() {
   const WithoutGil released;
-  if (budget.open) begin_capture();
+  if (the_session.open) begin_capture(the_session);
 }
 
 void py_end_capture() {
@@ -216,8 +220,8 @@ void bind_readers(Module& m) {
   m.def<&py_any_away>("any_away", "tensors", "True: one of the tensors is absent.");
   m.def<&py_forsake_file>("forsake_file", "path",
                           "Reads the cells that are mapped from this file. Called before the file is overwritten.");
-  m.def<&finish_all_pending>("finish_pending", "quietly=False",
-                             "Runs all waiting slices. quietly: an error is raised where the result is used.");
+  m.def<&py_finish_pending>("finish_pending", "quietly=False",
+                            "Runs all waiting slices. quietly: an error is raised where the result is used.");
   m.def<&py_name>("name", "tensor",
                   "The number that replaces the address in comparisons; None: that is the address, which any holder of "
                   "the tensor may take.");
@@ -245,7 +249,7 @@ void bind_readers(Module& m) {
                    "Guards the functions that pybind11 has bound in these libraries. The result is how many are newly "
                    "guarded.");
   m.def<&py_unguard_all>("unguard_all", "", "Functions of extensions are as they were, and none is watched.");
-  m.def<&watch_foreign_calls>("watch_foreign_calls", "", "Watches ops and autograd functions of extensions.");
+  m.def<&py_watch_foreign_calls>("watch_foreign_calls", "", "Watches ops and autograd functions of extensions.");
   m.def<&py_libraries>("libraries_that_use_torch", "", "Paths of the loaded libraries that name c10's symbols.");
   m.def<&py_reducers_listen>("reducers_listen", "begin", "A backward with reducers that wait begins or ends.");
   m.def<&py_begin_capture>("begin_capture", "", "A graph is about to be captured.");

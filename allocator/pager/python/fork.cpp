@@ -3,11 +3,12 @@
 #include <ATen/record_function.h>
 #include <pthread.h>
 
-#include "base/budget.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
 #include "cells/types.h"
+#include "dispatch/the_session.h"
 #include "plan/timeline.h"
 #include "pools/pool.h"
 #include "residency/checksums.h"
@@ -25,7 +26,7 @@ void before_fork() {
   at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   for (;;) {
     try {
-      if (transfers_under_way()) finish_transfers();  // the child has no thread that would end them
+      if (transfers_under_way()) finish_transfers(the_session);  // the child has no thread that would end them
     } catch (const std::exception&) {
     }
     take_locks_for_fork();
@@ -37,12 +38,12 @@ void before_fork() {
 void after_fork_in_child() {
   give_locks_after_fork();
   renew_after_fork();
-  if (!budget.arena) return;
-  budget.forked = true;
+  if (!the_session.arena) return;
+  forked_child = true;
   forget_comparisons();
-  budget.pool->forget_in_child();  // also if a budget was just ending: it closes before its pool ends
-  if (!budget.open) return;
-  stay_in_child();
+  the_session.pool->forget_in_child();  // also if a budget was just ending: it closes before its pool ends
+  if (!the_session.open) return;
+  stay_in_child(the_session.options);
   timeline_on = false;
   // The threads that had cells busy are not in the child. Bytes and residency change in one step under the lock: each
   // cell is either resident or absent.

@@ -11,7 +11,6 @@
 #include <string>
 #include <tuple>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/events.h"
 #include "base/lock.h"
@@ -24,6 +23,7 @@
 #include "cells/types.h"
 #include "cells/version.h"
 #include "concurrency/deferred_steps.h"
+#include "dispatch/the_session.h"
 #include "ops/op_info.h"
 #include "plan/follow.h"
 #include "pools/pool.h"
@@ -154,8 +154,8 @@ PassPeaks py_end_pass() {
   end_pass_of_modules();
   end_pass_of_births();
   mm_arena_stats a{};
-  if (budget.arena) mm_arena_stats_get(budget.arena, &a);
-  if (budget.arena) mm_arena_reset_peak(budget.arena);
+  if (the_session.arena) mm_arena_stats_get(the_session.arena, &a);
+  if (the_session.arena) mm_arena_reset_peak(the_session.arena);
   return {a.resident_peak_bytes, a.unmanaged_peak_bytes};
 }
 
@@ -198,7 +198,7 @@ WatchedCells py_watch_cells(uint32_t limit) {
                       !absent                           ? "present"
                       : c->absence == Absence::kEvicted ? "evicted"
                                                         : "offloaded",
-                      c->slot >= 0, held, r && recipe_available_locked(r) && budget.options.may_evict,
+                      c->slot >= 0, held, r && recipe_available_locked(r) && the_session.options.may_evict,
                       c->storage.use_count(), r ? seconds_of(r) : 0,
                       seconds_of_ticks(now > touched ? now - touched : 0), origin.op, origin.module,
                       reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()), c->birth.line});
@@ -218,13 +218,13 @@ WatchedCells py_watch_cells(uint32_t limit) {
 MemoryMap py_memory_map(uint32_t columns) {
   if (columns < 1 || columns > 4096) raise_error(PyExc_ValueError, "1 to 4096 columns");
   Strip strip;
-  if (budget.arena) {
-    const auto* base = static_cast<const char*>(mm_arena_base(budget.arena));
+  if (the_session.arena) {
+    const auto* base = static_cast<const char*>(mm_arena_base(the_session.arena));
     {
       const Hold lock(graph_lock());
       for_each_cell_locked([&](Cell* c) {
         const void* p = block_of(c);
-        if (c->small || !c->resident() || !p || !mm_arena_owns(budget.arena, p)) return;
+        if (c->small || !c->resident() || !p || !mm_arena_owns(the_session.arena, p)) return;
         const Stretch what = is_held(c)                          ? Stretch::kHeld
                              : c->queued_at >= 0 || c->slot >= 0 ? Stretch::kLeaving
                                                                  : Stretch::kMayLeave;
@@ -232,7 +232,7 @@ MemoryMap py_memory_map(uint32_t columns) {
       });
     }
     std::sort(strip.marks.begin(), strip.marks.end());
-    mm_arena_walk(budget.arena, &add_piece, &strip);
+    mm_arena_walk(the_session.arena, &add_piece, &strip);
   }
   // There are plenty of addresses: long stretches without memory would make the rest invisible.
   uint64_t live = 0, span = 0;
@@ -287,16 +287,16 @@ std::vector<std::string> py_written_arguments(const std::string& op, const std::
 }  // namespace
 
 std::optional<StorageInfo> info_of_storage(const at::Tensor& t) {
-  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !budget.pool ||
-      t.device().type() != budget.pool->device.type() ||
-      (!t.device().is_cpu() && t.device().index() != budget.pool->device.index()))
+  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !the_session.pool ||
+      t.device().type() != the_session.pool->device.type() ||
+      (!t.device().is_cpu() && t.device().index() != the_session.pool->device.index()))
     return std::nullopt;
   c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   const Cell* c = cell_of(s);
   const bool absent = c && (c->state.load() & kAbsent);
   const void* p = pointer_of(s).get();
   const bool counted =
-      absent || (c && c->outside) || is_counted_as_fixed(s) || (budget.pool && p && budget.pool->owns(p));
+      absent || (c && c->outside) || is_counted_as_fixed(s) || (the_session.pool && p && the_session.pool->owns(p));
   return StorageInfo{reinterpret_cast<uintptr_t>(s), absent ? 0 : s->nbytes(), s->nbytes(), counted};
 }
 

@@ -7,11 +7,11 @@
 #include <optional>
 #include <string>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/errors.h"
 #include "base/events.h"
+#include "base/forked_child.h"
 #include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/link.h"
@@ -25,6 +25,7 @@
 #include "cells/freeze.h"
 #include "cells/types.h"
 #include "concurrency/python_threads.h"
+#include "dispatch/the_session.h"
 #include "guards/address_exports.h"
 #include "guards/argument_pins.h"
 #include "guards/captures.h"
@@ -69,16 +70,16 @@ const char* text_or_null(const std::optional<std::string>& text) { return text ?
 void open_tier(Pool* pool, const char* folder, uint64_t disk_bytes, uint64_t throttle, uint64_t host_bytes) {
   char why[200] = {};
   if (pool->on_host() && folder) {
-    budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
-    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
+    the_session.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
+    if (!the_session.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
   } else if (pool->on_host()) {
-    budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
-    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
+    the_session.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
+    if (!the_session.tier) raise_error(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
   } else if (host_bytes) {
-    budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
-    if (!budget.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
+    the_session.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
+    if (!the_session.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
   }
-  budget.tier_writes = budget.tier && !(pool->on_host() && !folder);
+  the_session.tier_writes = the_session.tier && !(pool->on_host() && !folder);
 }
 
 void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint64_t disk_bytes, uint64_t throttle,
@@ -86,13 +87,13 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
              Order order, int search, int remap, bool apart, const std::string& device,
              const std::optional<std::string>& driver, uint64_t host_bytes) {
   const char* folder = text_or_null(tier_folder);
-  TORCH_CHECK(!budget.forked,
+  TORCH_CHECK(!forked_child,
               "memmgr: this process was forked from one that has had a budget, and its memory is that one's: it can "
               "have no budget of its own. Start it with multiprocessing's \"spawn\", or fork before a budget opens.");
-  TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
+  TORCH_CHECK(!the_session.open, "memmgr: a budget is open already");
   seconds_of_ticks(0);
   const c10::Device where{device};
-  Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, text_or_null(driver));
+  Pool* pool = where.is_cpu() ? cpu_pool(the_session) : device_pool(the_session, where, text_or_null(driver));
   open_tier(pool, may_offload ? folder : nullptr, disk_bytes, throttle, may_offload ? host_bytes : 0);
   learn_mapped();
   Options o;
@@ -106,31 +107,31 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   o.search = pool->places() ? search : -1;
   o.remap = remap;
   o.apart = apart;
-  budget.options = o;
+  the_session.options = o;
   least_born_bytes = small_bytes;
   {
-    const Hold lock(budget.error_lock);
-    budget.tier_error.clear();
+    const Hold lock(the_session.error_lock);
+    the_session.tier_error.clear();
   }
-  budget.pool = pool;
-  budget.arena = pool->arena;
-  mm_arena_set_layout(budget.arena, o.remap, o.apart);
+  the_session.pool = pool;
+  the_session.arena = pool->arena;
+  mm_arena_set_layout(the_session.arena, o.remap, o.apart);
   pool->set_budget(limit);
   pool->install();
   forget_askers();
   prepare_for_waiting();
   watch_forks();  // after the core's: handlers run in reverse, and the pager's waits for the tier
-  mm_arena_reset_peak(budget.arena);
-  mm_arena_reset_counts(budget.arena);
+  mm_arena_reset_peak(the_session.arena);
+  mm_arena_reset_counts(the_session.arena);
   reset_floor();
   forget_untried();
-  new (&counters) Counters;  // from zero
-  counters.ops_before = ops_counted();
+  new (&the_session.counters) Counters;  // from zero
+  the_session.counters.ops_before = ops_counted();
   forget_moved();
   listeners = at::hasCallbacks() ? uint32_t{kOthers} : 0;
-  catch_unseen_threads(true);
-  watch_exports(true);
-  budget.open.store(true, std::memory_order_release);
+  catch_unseen_threads(the_session, true);
+  watch_exports(the_session, true);
+  the_session.open.store(true, std::memory_order_release);
   let_callbacks_rest(true);
   see_this_thread(true);
   let_others_end_their_ops();
@@ -177,9 +178,9 @@ constexpr uint64_t kTrimEach = uint64_t{32} << 20;
 
 // close(): restores all cells, gives the storages their own pointers back, and closes the tier.
 void py_close() {
-  if (!budget.open) return;
-  budget.pool->set_budget(MM_UNLIMITED);
-  budget.options.torture = false;
+  if (!the_session.open) return;
+  the_session.pool->set_budget(MM_UNLIMITED);
+  the_session.options.torture = false;
   struct Staying {  // a restored cell is not evicted again
     Staying() { nothing_leaves(true); }
     ~Staying() { nothing_leaves(false); }
@@ -192,7 +193,7 @@ void py_close() {
   forget_periods();
   Py_BEGIN_ALLOW_THREADS;
   try {
-    finish_transfers();
+    finish_transfers(the_session);
   } catch (...) {
     wrong = std::current_exception();
   }
@@ -202,7 +203,7 @@ void py_close() {
   Py_BEGIN_ALLOW_THREADS;
   uint64_t moved = 0;
   const auto trim = [&] {
-    mm_arena_trim(budget.arena, 0);
+    mm_arena_trim(the_session.arena, 0);
     moved = 0;
   };
   for (const bool resident : {true, false}) {  // the pool's memory is free when the absent cells are restored
@@ -225,17 +226,17 @@ void py_close() {
   forget_works();
   exhume();
   try {
-    if (rule_holds(kRuleClosed)) budget.pool->settle();
+    if (rule_holds(kRuleClosed)) the_session.pool->settle();
     end_comparisons(true);
   } catch (...) {
     wrong = std::current_exception();
   }
   forget_comparisons();
   Py_END_ALLOW_THREADS;
-  budget.open.store(false, std::memory_order_release);
-  catch_unseen_threads(false);
+  the_session.open.store(false, std::memory_order_release);
+  catch_unseen_threads(the_session, false);
   let_callbacks_rest(false);
-  watch_exports(false);
+  watch_exports(the_session, false);
   // Ops of other threads that began under the budget have pins on cells that end now, or are about to pin them.
   Py_BEGIN_ALLOW_THREADS;
   if (!wait_until_kernel_is_left(60))
@@ -244,7 +245,7 @@ void py_close() {
   staying.reset();
   forget_fixed();
   cells = all_cells();  // with the cells that were made in between
-  cut_recipes(true);
+  cut_recipes(the_session, true);
   for (auto& [c, s] : cells)
     if (cell_of(s.get()) == c && c->resident()) {
       if (!c->small) former_cells().push_back({WeakStorage(s), c->escape});
@@ -260,13 +261,13 @@ void py_close() {
   drop_what_waits();
   stop_dropper();
   Py_END_ALLOW_THREADS;
-  budget.pool->uninstall();
-  mm_arena_set_layout(budget.arena, MM_REMAP_FIRST, 0);
-  if (budget.tier) {
-    finish_transfers();
-    mm_tier_close(budget.tier);
-    budget.tier = nullptr;
-    budget.tier_writes = false;
+  the_session.pool->uninstall();
+  mm_arena_set_layout(the_session.arena, MM_REMAP_FIRST, 0);
+  if (the_session.tier) {
+    finish_transfers(the_session);
+    mm_tier_close(the_session.tier);
+    the_session.tier = nullptr;
+    the_session.tier_writes = false;
   }
   if (wrong) std::rethrow_exception(wrong);
 }
@@ -275,9 +276,10 @@ void py_close() {
 uint64_t py_adopt(Addressed o) {
   const StoragePtr s = storage_of(o.object);
   Cell* c = nullptr;
-  if (s && budget.open) {
+  if (s && the_session.open) {
     c = cell_of(s.get());
-    if (!c && adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) c = adopt(s.get());
+    if (!c && adoptable(the_session, s.get()) && s->nbytes() >= the_session.options.small_bytes)
+      c = adopt(the_session, s.get());
   }
   return c ? c->nbytes : 0;
 }
@@ -290,8 +292,8 @@ uint64_t py_adopt_all(TensorList tensors) {
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    if (is_small(s)) return;
-    (adoptable(s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
+    if (is_small(the_session.options, s)) return;
+    (adoptable(the_session, s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.object); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors.object, i);
@@ -300,7 +302,7 @@ uint64_t py_adopt_all(TensorList tensors) {
     const at::Tensor& t = THPVariable_Unpack(o);
     add(t);
     if (gradients && t.defined() && t.is_leaf()) add(t.grad());
-    if (gradients && t.defined()) guard_hooks_of(t);
+    if (gradients && t.defined()) guard_hooks_of(the_session, t);
   }
   std::vector<std::pair<StoragePtr, Escape>> escaped;
   std::vector<FormerCell> kept;  // for a later budget: this one makes no cell of them
@@ -308,7 +310,7 @@ uint64_t py_adopt_all(TensorList tensors) {
     StoragePtr s = former.storage.lock();
     if (!s) continue;
     const bool outlives = outlives_budget(former.escape);
-    if (adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) {
+    if (adoptable(the_session, s.get()) && s->nbytes() >= the_session.options.small_bytes) {
       if (outlives) escaped.emplace_back(s, former.escape);
       found.push_back(std::move(s));
     } else if (outlives) {
@@ -318,8 +320,8 @@ uint64_t py_adopt_all(TensorList tensors) {
   former_cells() = std::move(kept);
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
-    if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
-  for (const StoragePtr& s : others) count_fixed(s.get());
+    if (const Cell* c = adopt(the_session, s.get())) bytes += c->nbytes;
+  for (const StoragePtr& s : others) count_fixed(the_session, s.get());
   {
     const WithoutGil released;
     for (const auto& [s, why] : escaped)
@@ -334,15 +336,15 @@ uint64_t py_settle() {
   give_others_a_moment();
   {
     const WithoutGil released;
-    const uint64_t limit = mm_arena_budget(budget.arena);
+    const uint64_t limit = mm_arena_budget(the_session.arena);
     for (int i = 0; i < 1000; ++i) {
-      const uint64_t now = mm_arena_resident(budget.arena);
+      const uint64_t now = mm_arena_resident(the_session.arena);
       beyond = now > limit ? now - limit : 0;
-      if (!beyond || !reclaim_callback(budget.pool, beyond, beyond, i)) break;
+      if (!beyond || !reclaim_callback(the_session.pool, beyond, beyond, i)) break;
     }
-    budget.pool->trim();
+    the_session.pool->trim();
   }
-  mm_arena_reset_peak(budget.arena);  // the peak before the budget does not count
+  mm_arena_reset_peak(the_session.arena);  // the peak before the budget does not count
   return beyond;
 }
 
@@ -357,7 +359,7 @@ void py_set_link(double seconds, double cpu) {
   if (cpu >= 0) set_link_cpu(cpu);
 }
 
-void py_set_slice_bytes(uint64_t bytes) { budget.options.slice_bytes = bytes; }
+void py_set_slice_bytes(uint64_t bytes) { the_session.options.slice_bytes = bytes; }
 
 void py_use_plugin(uint64_t table) { use_plugin(reinterpret_cast<const mm_plugin*>(table)); }
 
@@ -402,7 +404,7 @@ void bind_all(PyObject* module) {
   bind_introspection(m);
   bind_pool(m);
   bind_descriptions(m);
-  guard_new_hooks();
+  guard_new_hooks(the_session);
 }
 
 }  // namespace

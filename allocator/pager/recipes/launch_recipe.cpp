@@ -12,6 +12,7 @@ namespace {
 // Describes the arguments of a launch. The storage of an argument that is written has one entry with its bytes; other
 // views of it are aliases, since the kernel may read its own writes there.
 struct LaunchDescriber {
+  Session& session;
   Recipe* recipe;
   HashOf<false> hash;
   c10::SmallVector<Cell*, 8> cells;                       // of `recipe->tensors`; null for values and aliases
@@ -21,7 +22,7 @@ struct LaunchDescriber {
   // False: the launch cannot be recorded.
   bool tensor(const KernelArgument& argument, size_t at) {
     c10::TensorImpl* t = argument.tensor;
-    if (!is_plain(t) || !t->device().is_cpu()) return false;
+    if (!is_plain(session, t) || !t->device().is_cpu()) return false;
     c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
     const bool owner = argument.written && std::find(written.begin(), written.begin() + at, s) == written.begin() + at;
     const bool alias = !owner && std::find(written.begin(), written.end(), s) != written.end();
@@ -34,7 +35,7 @@ struct LaunchDescriber {
       a.role = Role::kValue;
       if (a.storage_bytes) std::memcpy(a.value, s->data(), a.storage_bytes);
     } else {
-      if (!c && !owner) c = adopt(s);
+      if (!c && !owner) c = adopt(session, s);
       if (!c) return false;  // of memory that is not the pool's
       a.role = !owner ? Role::kRead : is_blank(c) ? Role::kFresh : Role::kWritten;
     }
@@ -58,10 +59,10 @@ struct LaunchDescriber {
 
 }  // namespace
 
-std::unique_ptr<Recipe> describe_launch(OpInfo* info, c10::ArrayRef<KernelArgument> args) {
+std::unique_ptr<Recipe> describe_launch(Session& session, OpInfo* info, c10::ArrayRef<KernelArgument> args) {
   std::unique_ptr<Recipe> r(new Recipe);
   r->info = info;
-  LaunchDescriber d{r.get(), {}, {}, {}, {}};
+  LaunchDescriber d{session, r.get(), {}, {}, {}, {}};
   for (const KernelArgument& a : args)
     d.written.push_back(a.written ? a.tensor->unsafe_storage().unsafeGetStorageImpl() : nullptr);
   const void* const code = info->function.load(std::memory_order_relaxed);
@@ -78,7 +79,7 @@ std::unique_ptr<Recipe> describe_launch(OpInfo* info, c10::ArrayRef<KernelArgume
     }
   }
   d.find_owners();
-  return with_inputs(std::move(r), d.hash, c10::KernelFunction(), code, d.cells);
+  return with_inputs(session, std::move(r), d.hash, c10::KernelFunction(), code, d.cells);
 }
 
 }  // namespace memmgr::pager

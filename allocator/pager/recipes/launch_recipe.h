@@ -16,6 +16,6 @@ struct KernelArgument {
   int64_t number = 0;
 };
 // Describes the launch of a kernel that has a function in C (OpInfo::function), as describe() does for an op.
-std::unique_ptr<Recipe> describe_launch(OpInfo* info, c10::ArrayRef<KernelArgument> args);
+std::unique_ptr<Recipe> describe_launch(Session& session, OpInfo* info, c10::ArrayRef<KernelArgument> args);
 
 }  // namespace memmgr::pager

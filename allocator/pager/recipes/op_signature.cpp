@@ -5,7 +5,6 @@
 #include <unordered_set>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/lock.h"
 
 namespace memmgr::pager {
@@ -77,17 +76,18 @@ uint64_t bytes_of(const Recipe& r) {
   return bytes;
 }
 
-bool stands_for_locked(const Family& family, uint64_t bytes) {
+bool stands_for_locked(const Options& options, const Family& family, uint64_t bytes) {
   const OpInfo* info = family.kind.info;
   // The order depends on values, not on sizes alone.
   if (info->adds_in_any_order && info->in_order_unless < 0) return false;
   return family.kind.trusted() && family.tried >= kTriedEnough && family.least <= bytes && bytes <= family.most &&
-         !budget.options.verify;
+         !options.verify;
 }
 
 }  // namespace
 
-Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& kernel, const void* code) {
+Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const c10::KernelFunction& kernel,
+              const void* code) {
   struct Entry {
     uint64_t hash = 0;
     Kind* kind = nullptr;
@@ -95,7 +95,7 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
   static thread_local Entry recent[1024];
   Entry& e = recent[hash % 1024];
   // A family's entry that is no longer trusted is looked up again.
-  const auto holds = [](const Kind* k) { return !k->of_family || (k->trusted() && !budget.options.verify); };
+  const auto holds = [&](const Kind* k) { return !k->of_family || (k->trusted() && !options.verify); };
   if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
   Kinds& known = kinds();
   const Hold lock(known.lock);
@@ -117,7 +117,7 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
     family->kind.family = family;
   }
   const uint64_t bytes = bytes_of(recipe);
-  if (stands_for_locked(*family, bytes)) {
+  if (stands_for_locked(options, *family, bytes)) {
     e = {hash, &family->kind};
     return e.kind;
   }
@@ -129,10 +129,10 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
   return kind;
 }
 
-void end_trial(Kind* kind, bool same) {
+void end_trial(Session& session, Kind* kind, bool same) {
   const Hold lock(kinds().lock);
   kind->trust.store(same ? Trust::kYes : Trust::kNo);
-  if (!same) counters.refused_kinds++;
+  if (!same) session.counters.refused_kinds++;
   Family& family = *kind->family;
   if (!same || kind->clears.load()) family.kind.trust = Trust::kNo;
   if (!same) return;

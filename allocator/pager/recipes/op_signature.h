@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/session.h"
 #include "cells/types.h"
 #include "ops/op_info.h"
 
@@ -105,9 +106,10 @@ struct HashOf {
 };
 
 // Returns the signature with this hash, which `recipe` has. It is the family's entry while that stands for it.
-Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& kernel, const void* code);
+Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const c10::KernelFunction& kernel,
+              const void* code);
 // Ends a determinism check.
-void end_trial(Kind* kind, bool same);
+void end_trial(Session& session, Kind* kind, bool same);
 // Returns the entries of families that the recipe and its chain rely on. If its result does not match its checksum they
 // are trusted no longer: from then on each of their signatures is checked.
 std::vector<Kind*> families_of_locked(const Recipe* recipe);

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "base/module_of_op.h"
 #include "base/private_member.h"
@@ -27,18 +26,25 @@ MEMMGR_PRIVATE_MEMBER(BoxedOfKernel, c10::KernelFunction, boxed_kernel_func_)
 MEMMGR_PRIVATE_MEMBER(FunctorOfBoxed, c10::BoxedKernel, functor_)
 MEMMGR_PRIVATE_MEMBER(CodeOfBoxed, c10::BoxedKernel, boxed_kernel_func_)
 
-bool is_plain(const c10::TensorImpl* t) {
+// Completes is_plain() for a tensor with other keys than most tensors of the CPU have.
+static C10_NOINLINE bool is_plain_with_other_keys(const Session& session, const c10::TensorImpl* t) {
   using K = c10::DispatchKey;
   const c10::DispatchKeySet k = t->key_set();
-  if (!t->has_storage() || t->has_symbolic_sizes_strides()) return false;
-  constexpr c10::DispatchKeySet of_all({K::ADInplaceOrView, K::AutogradFunctionality, K::AutocastCPU});
-  if (C10_LIKELY((k.raw_repr() & ~of_all.raw_repr()) == c10::DispatchKeySet(K::CPU).raw_repr())) return true;  // most
   if (t->is_python_dispatch()) return false;
   if (k.has_any(c10::DispatchKeySet(
           {K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor, K::Conjugate, K::Negative})))
     return false;
   return k.has(K::Dense) && t->layout() == c10::kStrided && !t->is_quantized() && !t->is_nested() &&
-         (t->device().is_cpu() || (budget.pool && t->device() == budget.pool->device));
+         (t->device().is_cpu() || (session.pool && t->device() == session.pool->device));
+}
+
+bool is_plain(const Session& session, const c10::TensorImpl* t) {
+  using K = c10::DispatchKey;
+  if (!t->has_storage() || t->has_symbolic_sizes_strides()) return false;
+  constexpr c10::DispatchKeySet of_all({K::ADInplaceOrView, K::AutogradFunctionality, K::AutocastCPU});
+  const uint64_t keys = t->key_set().raw_repr() & ~of_all.raw_repr();
+  if (C10_LIKELY(keys == c10::DispatchKeySet(K::CPU).raw_repr())) return true;  // most
+  return is_plain_with_other_keys(session, t);
 }
 
 static c10::DispatchKey key_of(c10::DeviceType type) {
@@ -92,6 +98,7 @@ bool is_value(const TensorArg& a, const c10::TensorImpl* t) {
 namespace {
 
 struct Describer {
+  Session& session;
   OpInfo* info;
   Recipe* recipe;
   HashOf<false> hash;
@@ -101,13 +108,13 @@ struct Describer {
 
   void tensor(const c10::IValue& v, size_t argument, int32_t element) {
     c10::TensorImpl* t = v.unsafeToTensorImpl();
-    if (!is_plain(t)) {
+    if (!is_plain(session, t)) {
       ok = false;
       return;
     }
     c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
     const bool written = info->written[argument];
-    const bool here = s->device_type() == budget.pool->device.type();
+    const bool here = s->device_type() == session.pool->device.type();
     TensorArg& a = add_tensor(recipe, t, argument, (written ? 1000 : 0) + (here ? 4000 : 0), &hash);
     a.element = element;
     a.keys = c10::DispatchKeySet(key_of(t->device().type()));
@@ -126,7 +133,7 @@ struct Describer {
       a.role = Role::kValue;
     } else {
       a.role = written ? Role::kWritten : Role::kRead;
-      if (!c && here) c = adopt(s);
+      if (!c && here) c = adopt(session, s);
       if (!c) ok = false;
     }
     cells.push_back(c);
@@ -233,11 +240,12 @@ static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& c
   return false;
 }
 
-std::unique_ptr<Recipe> with_inputs(std::unique_ptr<Recipe> r, HashOf<false> hash, const c10::KernelFunction& kernel,
-                                    const void* code, const c10::SmallVectorImpl<Cell*>& cells) {
+std::unique_ptr<Recipe> with_inputs(Session& session, std::unique_ptr<Recipe> r, HashOf<false> hash,
+                                    const c10::KernelFunction& kernel, const void* code,
+                                    const c10::SmallVectorImpl<Cell*>& cells) {
   r->numerics = numerics_now();
   hash.mix(static_cast<uint64_t>(r->numerics));
-  r->kind = kind_of(hash.value, *r, kernel, code);
+  r->kind = kind_of(session.options, hash.value, *r, kernel, code);
   const Trust trust = r->kind->trust.load(std::memory_order_relaxed);
   if (trust == Trust::kNo) return nullptr;
   r->checked = trust == Trust::kFamily;
@@ -246,17 +254,18 @@ std::unique_ptr<Recipe> with_inputs(std::unique_ptr<Recipe> r, HashOf<false> has
   r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
              r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
   recipe_bytes += r->bytes;
-  counters.recorded_ops += 1;
+  session.counters.recorded_ops += 1;
   return r;
 }
 
-std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
+std::unique_ptr<Recipe> describe(Session& session, OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args,
+                                 size_t n) {
   if (C10_UNLIKELY(info->differs_by_chance(args, queues)) && !at::globalContext().deterministicAlgorithms())
     return nullptr;
   std::unique_ptr<Recipe> r(new Recipe);  // make_unique would fill it with zeros first
   r->info = info;
   r->keys = keys;
-  Describer d{info, r.get(), {}, {}, {}, true};
+  Describer d{session, info, r.get(), {}, {}, {}, true};
   d.hash.mix(reinterpret_cast<uintptr_t>(info));
   d.hash.mix(r->keys.raw_repr());
   const c10::KernelFunction* const kernel = registered(info->op, r->keys);
@@ -265,11 +274,11 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   d.hash.mix(reinterpret_cast<uintptr_t>(code));
   if (!describe_arguments(&d, info, args, n)) return nullptr;
   if (draws(info, args, n)) {
-    if (!can_draw_again(info)) return nullptr;
-    r->rng = generator_before(info, args);
+    if (!can_draw_again(*session.pool, info)) return nullptr;
+    r->rng = generator_before(*session.pool, info, args);
     if (!r->rng.defined()) return nullptr;
   }
-  return with_inputs(std::move(r), d.hash, *kernel, code, d.cells);
+  return with_inputs(session, std::move(r), d.hash, *kernel, code, d.cells);
 }
 
 void discard(std::unique_ptr<Recipe> recipe) {
@@ -303,11 +312,13 @@ void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outpu
   release_recipe_locked(r, trash);
 }
 
-void keep_recipes_few() {
-  if (C10_UNLIKELY(recipe_bytes.load() > recipe_bytes_limit())) cut_recipes(false);
+void keep_recipes_few(Session& session) {
+  const uint64_t bytes = recipe_bytes.load();
+  if (C10_LIKELY(bytes <= kLeastRecipeBytes)) return;
+  if (C10_UNLIKELY(bytes > recipe_bytes_limit(session))) cut_recipes(session, false);
 }
 
-void cut_recipes(bool all) {
+void cut_recipes(Session& session, bool all) {
   Trash trash;
   const Hold lock(graph_lock());
   std::vector<std::pair<uint64_t, Version*>> found;
@@ -318,7 +329,7 @@ void cut_recipes(bool all) {
   const size_t n = all ? found.size() : (found.size() + 1) / 2;
   if (n < found.size()) std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(n), found.end());
   for (size_t i = 0; i < n; ++i) forget_recipe_locked(found[i].second, &trash);
-  counters.cut_recipes += n;
+  session.counters.cut_recipes += n;
 }
 
 double seconds_to_make_locked(const Version* v) {

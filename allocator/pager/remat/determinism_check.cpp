@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/budget.h"
 #include "cells/cell.h"
 #include "cells/pointer_trap.h"
 #include "ops/op_info.h"
@@ -43,7 +42,7 @@ void compare(const char* first, const char* second, uint64_t nbytes, int fill, C
   found->other |= !equal && !written;  // an op that wrote nothing has no result to compare
 }
 
-Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
+Compared compare(Pool& pool, c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
   Compared found;
   for (size_t i = 0; i < outputs.size() && !found.other; ++i) {
     if (!outputs[i]) continue;
@@ -55,29 +54,30 @@ Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<Sto
     }
     const auto* first = static_cast<const char*>(pointer_of(outputs[i]).get());
     const auto* second = static_cast<const char*>(pointer_of(made[i].get()).get());
-    if (budget.pool->on_host())
+    if (pool.on_host())
       compare(first, second, nbytes, fill, &found);
     else
-      found.equal &= budget.pool->same(first, second, nbytes);
+      found.equal &= pool.same(first, second, nbytes);
   }
   return found;
 }
 
 }  // namespace
 
-Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, std::vector<StoragePtr> before) {
-  counters.trials++;
-  const bool on_host = budget.pool->on_host();
-  std::vector<StoragePtr> made = run_over_inputs(r, before, on_host ? kPattern : -1);
-  const Compared first = compare(outputs, made, kPattern);
+Again run_again(Session& session, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
+                std::vector<StoragePtr> before) {
+  session.counters.trials++;
+  const bool on_host = session.pool->on_host();
+  std::vector<StoragePtr> made = run_over_inputs(*session.pool, r, before, on_host ? kPattern : -1);
+  const Compared first = compare(*session.pool, outputs, made, kPattern);
   if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
   if (first.other) return Again::kOther;
   if (!first.gaps) return Again::kSame;
   // Gaps hold the bytes that malloc had there. These may be the pattern, from the memory of an earlier check. The op's
   // own results may be the pattern, too. So a run over zeros decides.
   made.clear();
-  made = run_over_inputs(r, before, 0);
-  const Compared second = compare(outputs, made, 0);
+  made = run_over_inputs(*session.pool, r, before, 0);
+  const Compared second = compare(*session.pool, outputs, made, 0);
   if (second.other) return Again::kOther;
   if (first.equal && second.equal) return Again::kSame;
   // From now on gaps are zeros, also in the first result.
@@ -88,10 +88,10 @@ Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, std::
 
 namespace {
 
-uint64_t sum_of(c10::ArrayRef<c10::StorageImpl*> outputs) {
+uint64_t sum_of(Pool& pool, c10::ArrayRef<c10::StorageImpl*> outputs) {
   uint64_t sum = 0;
   for (const c10::StorageImpl* s : outputs)
-    if (s) sum = (sum ^ budget.pool->sum(pointer_of(s).get(), s->nbytes())) * 0x9E3779B185EBCA87ull;
+    if (s) sum = (sum ^ pool.sum(pointer_of(s).get(), s->nbytes())) * 0x9E3779B185EBCA87ull;
   return sum;
 }
 
@@ -116,12 +116,12 @@ bool clear_gaps(c10::ArrayRef<c10::StorageImpl*> outputs) {
 }
 
 // Runs the recipe once more. Its results replace those in `all`.
-void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::ArrayRef<c10::StorageImpl*> all,
-             int fill) {
+void replace(Pool& pool, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
+             c10::ArrayRef<c10::StorageImpl*> all, int fill) {
   for (c10::StorageImpl* s : outputs)
     if (s) cell_of(s)->bytes.clear();
   std::vector<StoragePtr> none;
-  const std::vector<StoragePtr> made = run_over_inputs(r, none, fill);
+  const std::vector<StoragePtr> made = run_over_inputs(pool, r, none, fill);
   for (size_t i = 0; i < all.size(); ++i) {
     c10::StorageImpl* to = all[i];
     c10::StorageImpl* from = i < made.size() ? made[i].get() : nullptr;
@@ -141,16 +141,16 @@ void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::Arr
 
 }  // namespace
 
-Again run_again_in_place(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
+Again run_again_in_place(Session& session, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
                          c10::ArrayRef<c10::StorageImpl*> all) {
-  counters.trials++;
-  const uint64_t first = sum_of(outputs);
-  replace(r, outputs, all, kPattern);
-  const uint64_t second = sum_of(outputs);
+  session.counters.trials++;
+  const uint64_t first = sum_of(*session.pool, outputs);
+  replace(*session.pool, r, outputs, all, kPattern);
+  const uint64_t second = sum_of(*session.pool, outputs);
   if (!clear_gaps(outputs)) return first == second ? Again::kSame : Again::kOther;
-  const uint64_t cleared = sum_of(outputs);
-  replace(r, outputs, all, 0);
-  const uint64_t third = sum_of(outputs);
+  const uint64_t cleared = sum_of(*session.pool, outputs);
+  replace(*session.pool, r, outputs, all, 0);
+  const uint64_t third = sum_of(*session.pool, outputs);
   if (first == second && second == third) return Again::kSame;  // such words are the op's own results
   return third == cleared ? Again::kSameWhereWritten : Again::kOther;
 }

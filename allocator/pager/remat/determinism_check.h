@@ -1,6 +1,7 @@
 // Compares the bytes of a second run of an op with those of the first (rule 8).
 #pragma once
 
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/types.h"
 
@@ -14,13 +15,14 @@ enum class Again : uint8_t {
 // Runs the recipe a second time and compares. `outputs`: the storages that the first run made; null: not compared.
 // `before`: the bytes that the op wrote to, as they were, for each such tensor. The inputs are resident and pinned. On
 // a device gaps are compared like all other words.
-Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, std::vector<StoragePtr> before);
+Again run_again(Session& session, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
+                std::vector<StoragePtr> before);
 
 // Does the same without room for a second result: the first result is freed, and the last one replaces it. No op has
 // read the first one, and an op with another result each time might as well have given the last. `all`: the storages of
 // all results, `outputs` and the small ones. Only for host memory, and for ops that write to nothing else. After an
 // exception `outputs` have no bytes, so the op has to run once more.
-Again run_again_in_place(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
+Again run_again_in_place(Session& session, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
                          c10::ArrayRef<c10::StorageImpl*> all);
 
 }  // namespace memmgr::pager

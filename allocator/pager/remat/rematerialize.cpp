@@ -7,7 +7,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
@@ -145,7 +144,7 @@ class Input {
       pinned_ = c;
       if (!orphan) storage_ = hold(c);
       aside = !orphan && !storage_ && !c->resident();
-      if (v->evicted && c->slot < 0 && may_be_offloaded() && !beside_others && !aside) return false;
+      if (v->evicted && c->slot < 0 && c->pool->session.may_offload() && !beside_others && !aside) return false;
       break;
     }
     if (aside && begin_coming_back(pinned_)) {
@@ -170,7 +169,7 @@ class Input {
         if (pinned_->absence == Absence::kPacked) {
           mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
         } else {
-          const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
+          const int wrong = mm_tier_read_now(pinned_->pool->session.tier, pinned_->slot, aside_.get());
           TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
         }
       }
@@ -240,7 +239,7 @@ struct CountedVersion {
 };
 
 // Brings a recipe's inputs back and runs it. False: bytes that the plan counted on have been evicted.
-bool run_on_inputs(const Recipe* r, const Plan& plan, std::vector<StoragePtr>* made) {
+bool run_on_inputs(Pool& pool, const Recipe* r, const Plan& plan, std::vector<StoragePtr>* made) {
   std::vector<Source> sources(r->tensors.size());
   std::vector<std::unique_ptr<Input>> inputs;
   std::vector<const Version*> read;
@@ -252,8 +251,9 @@ bool run_on_inputs(const Recipe* r, const Plan& plan, std::vector<StoragePtr>* m
     read.push_back(v);
   }
   Wait wait;
-  *made = run(*r, std::move(sources));
+  *made = run(pool, *r, std::move(sources));
   const uint64_t took = wait.end();
+  Counters& counters = pool.session.counters;
   counters.rematerialized_ops++;
   counters.remat_ns += took;
   uint64_t bytes = 0;
@@ -283,10 +283,11 @@ void end_loans(const Recipe* r, Plan* plan) {
 }
 
 // Gives the bytes of one output to the result, to the output's cell, or to a later recipe of the plan.
-void hand_out(const Recipe* r, Version* v, StoragePtr& made, const Version* target, Plan* plan, at::DataPtr* result) {
+void hand_out(Pool& pool, const Recipe* r, Version* v, StoragePtr& made, const Version* target, Plan* plan,
+              at::DataPtr* result) {
   TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->name(),
               " gave another size when it was run again. Please report this.");
-  const bool simple = pointer_of(made.get()).get_deleter() == budget.pool->deleter();
+  const bool simple = pointer_of(made.get()).get_deleter() == pool.deleter();
   TORCH_CHECK(simple, "memmgr: ", r->info->name(), " gave memory that is not the pool's. Please report this.");
   if (v == target) {
     if (plan->uses[v] > 0) return;
@@ -297,16 +298,16 @@ void hand_out(const Recipe* r, Version* v, StoragePtr& made, const Version* targ
   if (give_to_cell(v, made) || plan->uses[v] == 0) return;
   const Hold lock(graph_lock());
   if (v->cell || v->refs == 1) return;  // no other reference is left
-  lend_bytes_locked(v, std::move(pointer_of(made.get())));
+  lend_bytes_locked(pool, v, std::move(pointer_of(made.get())));
   pointer_of(made.get()).clear();
   v->refs++;
   plan->lent.push_back(v);
 }
 
 // Runs one recipe. False: bytes that the plan counted on have been evicted.
-bool run_one(const Recipe* r, const Version* target, Plan* plan, at::DataPtr* result) {
+bool run_one(Pool& pool, const Recipe* r, const Version* target, Plan* plan, at::DataPtr* result) {
   std::vector<StoragePtr> made;
-  if (!run_on_inputs(r, *plan, &made)) return false;
+  if (!run_on_inputs(pool, r, *plan, &made)) return false;
   end_loans(r, plan);
   for (size_t i = 0; i < r->outputs.size() && i < made.size(); ++i) {
     Version* v;
@@ -316,7 +317,7 @@ bool run_one(const Recipe* r, const Version* target, Plan* plan, at::DataPtr* re
       if (v) v->refs++;
     }
     const CountedVersion counted(v);
-    if (v && made[i]) hand_out(r, v, made[i], target, plan, result);
+    if (v && made[i]) hand_out(pool, r, v, made[i], target, plan, result);
   }
   return true;
 }
@@ -325,6 +326,7 @@ bool run_one(const Recipe* r, const Version* target, Plan* plan, at::DataPtr* re
 
 at::DataPtr rematerialize(Cell* c) {
   constexpr int kPatience = 50;  // attempts that fail because other threads evict the results of this one
+  Counters& counters = c->pool->session.counters;
   counters.rematerializations++;
   const uint64_t tier_errors = counters.tier_errors;
   for (int attempt = 0; attempt < 1000; ++attempt) {
@@ -343,7 +345,8 @@ at::DataPtr rematerialize(Cell* c) {
     }
     at::DataPtr result;
     bool done = true;
-    for (size_t i = 0; i < plan.order.size() && done; ++i) done = run_one(plan.order[i], target, &plan, &result);
+    for (size_t i = 0; i < plan.order.size() && done; ++i)
+      done = run_one(*c->pool, plan.order[i], target, &plan, &result);
     if (done && result.get()) return result;
   }
   TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");
@@ -409,7 +412,7 @@ uint64_t end_kept_ghosts() {
   return end_kept_locked(&trash, [](const Kept&) { return true; });
 }
 
-std::vector<StoragePtr> run_over_inputs(const Recipe& r, std::vector<StoragePtr>& before, int fill) {
+std::vector<StoragePtr> run_over_inputs(Pool& pool, const Recipe& r, std::vector<StoragePtr>& before, int fill) {
   std::vector<Source> sources(r.tensors.size());
   std::vector<std::unique_ptr<Input>> inputs;
   size_t copies = 0;
@@ -428,11 +431,11 @@ std::vector<StoragePtr> run_over_inputs(const Recipe& r, std::vector<StoragePtr>
     if (!inputs.back()->fetch(a.version, &sources[i], true)) return {};
   }
   // The streams are settled so that the time is this run's: of all queued work only its own stream's comes before it.
-  budget.pool->settle_stream();
+  pool.settle_stream();
   const uint64_t begun = ticks();
   const Filling filling(fill);
-  std::vector<StoragePtr> made = run(r, std::move(sources));
-  budget.pool->settle_stream();
+  std::vector<StoragePtr> made = run(pool, r, std::move(sources));
+  pool.settle_stream();
   note_seconds(r.kind, seconds_of_ticks(ticks() - begun));
   return made;
 }

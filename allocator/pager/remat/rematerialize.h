@@ -14,10 +14,10 @@ namespace memmgr::pager {
 // reason.
 at::DataPtr rematerialize(Cell* c);
 
-// Runs the recipe over its resident inputs, in memory full of `fill` (-1: as allocated), and returns its results; none
-// if an input cannot be had. `before`: the bytes that the op wrote to, as they were, for each tensor in
+// Runs the recipe over its resident inputs, in memory of the pool full of `fill` (-1: as allocated), and returns its
+// results; none if an input cannot be had. `before`: the bytes that the op wrote to, as they were, for each tensor in
 // the order of the arguments. An op takes them, a launch copies them.
-std::vector<StoragePtr> run_over_inputs(const Recipe& r, std::vector<StoragePtr>& before, int fill);
+std::vector<StoragePtr> run_over_inputs(Pool& pool, const Recipe& r, std::vector<StoragePtr>& before, int fill);
 
 struct KeptRow {  // a ghost that one group makes and a later one reads
   uint32_t made, read, ordinal;

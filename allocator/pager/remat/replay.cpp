@@ -7,7 +7,6 @@
 #include <array>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/lock.h"
 #include "base/refusal.h"
 #include "base/thread_state.h"
@@ -50,7 +49,7 @@ StoragePtr storage_over(at::DataPtr bytes, uint64_t nbytes) {
                                                std::move(bytes), allocator, true);
 }
 
-StoragePtr storage_for(const TensorArg& a, Source& source) {
+StoragePtr storage_for(Pool& pool, const TensorArg& a, Source& source) {
   switch (a.role) {
     case Role::kValue:
       return storage_over(at::DataPtr(const_cast<char*>(a.value), a.device), a.storage_bytes);
@@ -59,20 +58,20 @@ StoragePtr storage_for(const TensorArg& a, Source& source) {
     case Role::kRead:
       return storage_over(at::DataPtr(source.data, a.device), a.storage_bytes);
     case Role::kFresh:
-      return storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
+      return storage_over(pool.allocate(a.storage_bytes), a.storage_bytes);
     case Role::kWritten:
     case Role::kAlias:  // of launches, which have no tensors
       break;
   }
   if (source.own) return std::move(source.own);
-  StoragePtr copy = storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
-  budget.pool->copy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
+  StoragePtr copy = storage_over(pool.allocate(a.storage_bytes), a.storage_bytes);
+  pool.copy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
   return copy;
 }
 
 // The arguments of a recipe's call, with tensors over its sources. Lists of tensors were kept as their lengths.
-torch::jit::Stack arguments_of(const Recipe& r, std::vector<Source> sources, std::vector<StoragePtr>* inputs,
-                               StoragePtr* written) {
+torch::jit::Stack arguments_of(Pool& pool, const Recipe& r, std::vector<Source> sources,
+                               std::vector<StoragePtr>* inputs, StoragePtr* written) {
   torch::jit::Stack stack(r.args.begin(), r.args.end());
   std::vector<std::vector<at::Tensor>> lists(stack.size());
   std::vector<bool> is_list(stack.size(), false);
@@ -83,7 +82,7 @@ torch::jit::Stack arguments_of(const Recipe& r, std::vector<Source> sources, std
     }
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
-    StoragePtr s = storage_for(a, sources[i]);
+    StoragePtr s = storage_for(pool, a, sources[i]);
     if (a.role == Role::kWritten || a.role == Role::kFresh) *written = s;
     inputs->push_back(s);
     at::Tensor t = tensor_over(a, std::move(s));
@@ -143,12 +142,12 @@ constexpr auto callers(std::index_sequence<N...>) {
 }
 
 // Runs a compiled kernel's function. It reads no state of the thread but the numerics.
-std::vector<StoragePtr> run_launch(const Recipe& r, std::vector<Source> sources) {
+std::vector<StoragePtr> run_launch(Pool& pool, const Recipe& r, std::vector<Source> sources) {
   static constexpr auto kCallers = callers(std::make_index_sequence<kMostKernelArguments + 1>());
   std::vector<StoragePtr> storages, outputs;
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
-    storages.push_back(a.role == Role::kAlias ? StoragePtr() : storage_for(a, sources[i]));
+    storages.push_back(a.role == Role::kAlias ? StoragePtr() : storage_for(pool, a, sources[i]));
     if (a.role == Role::kWritten || a.role == Role::kFresh) outputs.push_back(storages.back());
   }
   std::array<uintptr_t, kMostKernelArguments> words{};
@@ -167,20 +166,20 @@ std::vector<StoragePtr> run_launch(const Recipe& r, std::vector<Source> sources)
 
 }  // namespace
 
-std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
+std::vector<StoragePtr> run(Pool& pool, const Recipe& r, std::vector<Source> sources) {
   Below below;
   const OwnWork own;
   c10::OptionalDeviceGuard here;
-  if (queues) here.reset_device(budget.pool->device);
+  if (queues) here.reset_device(pool.device);
   NumericsGuard numerics(r.numerics);
   const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : taking().fill);
-  if (!r.info->kernel.empty()) return run_launch(r, std::move(sources));
+  if (!r.info->kernel.empty()) return run_launch(pool, r, std::move(sources));
   StoragePtr written;
   std::vector<StoragePtr> inputs;
-  torch::jit::Stack stack = arguments_of(r, std::move(sources), &inputs, &written);
+  torch::jit::Stack stack = arguments_of(pool, r, std::move(sources), &inputs, &written);
   OneDnnStaysOn onednn;
   if (r.rng.defined())
-    draw_again(r.info, r.kind->kernel, r.keys, r.rng, &stack);
+    draw_again(pool, r.info, r.kind->kernel, r.keys, r.rng, &stack);
   else
     r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
   onednn.returned();

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/errors.h"
+#include "base/forked_child.h"
 #include "base/lock.h"
 #include "cells/cell.h"
 #include "cells/mapped_range.h"
@@ -64,7 +64,7 @@ Comparisons& under_way() {
 // False: the comparison has to be made at once.
 bool begin_comparison(Cell* c, const void* data) {
   Pool* const pool = c->pool;
-  if (!c->checksum.taken() || budget.options.verify || budget.forked || !pool->sums_later()) return false;
+  if (!c->checksum.taken() || pool->session.options.verify || forked_child || !pool->sums_later()) return false;
   // A write on the block's own stream is queued behind the checksum, one on a third stream behind the restore.
   if (pool->stream() != pool->home(data)) return false;
   Comparison begun{{}, pool->begin_sum(data, c->nbytes), restored(c)};

@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/checksum.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "cells/births.h"
 #include "cells/cell.h"
@@ -71,13 +71,14 @@ void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
     b.all.emplace_back(std::move(bytes), nbytes);
     b.total += nbytes;
   }
-  shorten(std::min<uint64_t>(1 << 20, mm_arena_budget(budget.arena) / 32), 16);
+  shorten(std::min<uint64_t>(1 << 20, mm_arena_budget(pool->session.arena) / 32), 16);
 }
 
 // Returns true for the first eviction of a budget and every 64th after it, if a checksum costs little.
 bool in_the_sample(const Pool* pool, uint64_t nbytes) {
-  if (!budget.options.sample || !rule_holds(kSampled)) return false;
-  return counters.departures++ % budget.options.sample == 0 && pool->sums_cheaply(nbytes);
+  Session& session = pool->session;
+  if (!session.options.sample || !rule_holds(kSampled)) return false;
+  return session.counters.departures++ % session.options.sample == 0 && pool->sums_cheaply(nbytes);
 }
 
 // One eviction, of a cell that the caller has made busy, in stages. Each stage that is false ends it, and the cell
@@ -87,7 +88,11 @@ class Eviction {
  public:
   // `let_go_of` drops the reference to the storage.
   Eviction(Cell* c, Way way, void (*let_go_of)(StoragePtr))
-      : c_(c), pool_(c->pool), way_(tl_nothing_is_dropped > 0 ? Way::kOffload : way), let_go_of_(let_go_of) {}
+      : c_(c),
+        pool_(c->pool),
+        session_(c->pool->session),
+        way_(tl_nothing_is_dropped > 0 ? Way::kOffload : way),
+        let_go_of_(let_go_of) {}
 
   // Returns the bytes released.
   uint64_t run() {
@@ -119,7 +124,7 @@ class Eviction {
   bool choose_locked() {
     if (cost_of_leaving_locked(c_, &drop_) < 0) return false;
     if (way_ != Way::kCheaper && may_be_dropped_locked(c_))
-      drop_ = way_ == Way::kEvict || !(c_->slot >= 0 || may_be_offloaded());
+      drop_ = way_ == Way::kEvict || !(c_->slot >= 0 || session_.may_offload());
     return true;
   }
 
@@ -127,7 +132,7 @@ class Eviction {
   bool pack(Hold* lock) {
     // In torture mode every other cell is packed, so that recipes are run, too.
     static std::atomic<int> turn{0};
-    if (!may_be_packed_locked(c_) || (budget.options.torture && turn++ % 2)) return true;
+    if (!may_be_packed_locked(c_) || (session_.options.torture && turn++ % 2)) return true;
     const void* from = c_->bytes.get();
     Kind* const kind = c_->version->recipe->kind;
     {
@@ -149,7 +154,7 @@ class Eviction {
 
   // The checksum is taken before the bytes are written: a device would otherwise wait for that copy before it goes on.
   bool take_sum(Hold* lock) {
-    if (budget.options.verify || in_the_sample(pool_, c_->nbytes)) sum_up(lock);
+    if (session_.options.verify || in_the_sample(pool_, c_->nbytes)) sum_up(lock);
     return true;
   }
 
@@ -157,7 +162,7 @@ class Eviction {
     if (packed_) return true;
     if (drop_ && !may_be_dropped_locked(c_)) drop_ = false;  // its recipe ended while the lock was free
     // The cell has more than two values, unlike others of its signature.
-    if (!drop_ && c_->slot < 0 && !may_be_offloaded()) drop_ = true;
+    if (!drop_ && c_->slot < 0 && !session_.may_offload()) drop_ = true;
     return !drop_ || may_be_dropped_locked(c_);
   }
 
@@ -166,13 +171,13 @@ class Eviction {
     if (drop_ || packed_) return true;
     await_write(c_, lock);
     if (c_->slot >= 0) {
-      counters.clean_drops++;
+      session_.counters.clean_drops++;
       return true;
     }
     const void* from = c_->bytes.get();
     const auto write = [&] {
       note_last_use(c_);
-      return mm_tier_write_now(budget.tier, from, c_->nbytes);
+      return mm_tier_write_now(session_.tier, from, c_->nbytes);
     };
     mm_slot slot;
     {
@@ -184,7 +189,7 @@ class Eviction {
       c_->slot = slot;
       note_moved_locked(c_, true);
     } else {
-      note_tier_error(static_cast<int>(-slot));
+      session_.note_tier_error(static_cast<int>(-slot));
       if (!may_be_dropped_locked(c_)) return false;
       drop_ = true;
     }
@@ -200,12 +205,12 @@ class Eviction {
   void publish_absent(Hold* lock) {
     c_->checksum = std::move(sum_);
     if (packed_) {
-      counters.packed++;
+      session_.counters.packed++;
       c_->absence = Absence::kPacked;
       c_->bits = bits_;
     } else if (drop_) {
-      counters.evictions++;
-      counters.evicted_bytes += c_->nbytes;
+      session_.counters.evictions++;
+      session_.counters.evicted_bytes += c_->nbytes;
       c_->absence = Absence::kEvicted;
       set_evicted_locked(c_->version, true, &trash_);
       cancel_write_locked(c_, &cancelled_);
@@ -239,16 +244,17 @@ class Eviction {
   }
 
   void end_bytes() {
-    if (budget.options.torture && bytes_.get() && bytes_.get_deleter() == pool_->deleter())
+    if (session_.options.torture && bytes_.get() && bytes_.get_deleter() == pool_->deleter())
       bury(pool_, std::move(bytes_), nbytes_);
     bytes_.clear();
   }
 
   // Another thread pinned the cell while the lock was free.
-  bool is_wanted_again() const { return !budget.options.torture && (c_->state.load() & kPinMask); }
+  bool is_wanted_again() const { return !session_.options.torture && (c_->state.load() & kPinMask); }
 
   Cell* const c_;
   Pool* const pool_;
+  Session& session_;
   const uint64_t nbytes_ = c_->nbytes;
   const Way way_;
   void (*const let_go_of_)(StoragePtr);
@@ -291,6 +297,7 @@ uint64_t give_up_bits(uint64_t want) {
       if (c->version->recipe->checked && !c->checksum.taken()) return;
       if (!c->state.compare_exchange_strong(unpinned, kAbsent | kBusy, std::memory_order_acq_rel)) return;
       released += c->bits_bytes;
+      Counters& counters = c->pool->session.counters;
       counters.evictions++;
       counters.evicted_bytes += c->nbytes;
       end_bits_locked(c);

@@ -17,18 +17,18 @@ void note_floor(uint64_t bytes) {
   }
 }
 
-uint64_t bytes_that_stay() {
-  const uint64_t all = mm_arena_resident(budget.arena);
-  const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                 // mostly outputs
-  const uint64_t roots = may_be_offloaded() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
+uint64_t bytes_that_stay(const Session& session) {
+  const uint64_t all = mm_arena_resident(session.arena);
+  const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                    // mostly outputs
+  const uint64_t roots = session.may_offload() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
   return all - std::min(all, elsewhere) + escaped_bytes.load() + held_bytes.load() + roots;
 }
 
-void note_working_set(uint64_t pinned_bytes, Share at_once) {
-  const uint64_t all = mm_arena_resident(budget.arena);
+void note_working_set(const Session& session, uint64_t pinned_bytes, Share at_once) {
+  const uint64_t all = mm_arena_resident(session.arena);
   // If two threads race, one of their values is enough
   if (all > most_resident.load(std::memory_order_relaxed)) most_resident = all;
-  note_floor(bytes_that_stay() + at_once.of(pinned_bytes + scratch_peak()));
+  note_floor(bytes_that_stay(session) + at_once.of(pinned_bytes + scratch_peak()));
 }
 
 void note_refused() { note_floor(refused_bytes()); }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/budget.h"
+#include "base/session.h"
 #include "base/share.h"
 #include "cells/types.h"
 
@@ -15,14 +15,14 @@ namespace memmgr::pager {
 void note_floor(uint64_t bytes);
 // Returns the bytes that no request can free: small cells, memory that belongs to no cell, and cells that have escaped,
 // are pinned for long or are uninitialized. Without a tier also roots.
-uint64_t bytes_that_stay();
+uint64_t bytes_that_stay(const Session& session);
 // Raises the floor to a working set: the pinned cells (`cell_at` of 0 to n), the thread's own memory since
 // begin_scratch(), and bytes_that_stay().
-void note_working_set(uint64_t pinned_bytes, Share at_once);
+void note_working_set(const Session& session, uint64_t pinned_bytes, Share at_once);
 // Returns the bytes of these cells that bytes_that_stay() does not count.
 template <class CellAt>
-uint64_t bytes_beside_what_stays(size_t n, CellAt&& cell_at) {
-  const bool roots_stay = !may_be_offloaded();  // bytes_that_stay() counts roots then
+uint64_t bytes_beside_what_stays(const Session& session, size_t n, CellAt&& cell_at) {
+  const bool roots_stay = !session.may_offload();  // bytes_that_stay() counts roots then
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
     const Cell* c = cell_at(i);
@@ -33,8 +33,8 @@ uint64_t bytes_beside_what_stays(size_t n, CellAt&& cell_at) {
   return pinned;
 }
 template <class CellAt>
-void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
-  note_working_set(bytes_beside_what_stays(n, cell_at), at_once);
+void note_working_set(const Session& session, size_t n, CellAt&& cell_at, Share at_once = {}) {
+  note_working_set(session, bytes_beside_what_stays(session, n, cell_at), at_once);
 }
 // Raises the floor to this thread's last refused request. Called when the refusal is an error, with no further try.
 void note_refused();

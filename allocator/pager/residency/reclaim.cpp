@@ -6,11 +6,11 @@
 #include <thread>
 #include <vector>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
 #include "base/refusal.h"
+#include "base/session.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
 #include "cells/cell.h"
@@ -33,11 +33,11 @@ RoomSources room_sources;
 static const bool makes_room = (room_maker = {&reclaim_callback, &throw_out_of_memory}, true);
 
 // Evicts all victims of a choice, or as many as are still free.
-static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
+static uint64_t reclaim_chosen(const Session& session, uint64_t need, uint64_t request) {
   std::vector<Victim> chosen;
   {
     const Hold lock(graph_lock());
-    chosen = choose_victims_locked(need, request);
+    chosen = choose_victims_locked(session, need, request);
   }
   uint64_t released = 0;
   for (const Victim& v : chosen) released += leave_claimed(v.cell, v.way);
@@ -45,7 +45,8 @@ static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
 }
 
 uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
-  if (!budget.open.load(std::memory_order_relaxed) || asking != budget.pool) return 0;
+  Session& session = static_cast<Pool*>(asking)->session;
+  if (!session.open.load(std::memory_order_relaxed) || asking != session.pool) return 0;
   for (int i = 0; frozen(); ++i) {
     if (others_are_in_their_ops()) i = 0;
     if (froze_by_this_thread() || i == 2000) return 0;
@@ -53,26 +54,26 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   }
   Wait wait;
   const ScratchStays stays;
-  counters.reclaims++;
+  session.counters.reclaims++;
   look_for_ended_fixed();
   room_sources.memory_is_short();
   const uint64_t want = need ? need : request;
-  poll_transfers();
-  uint64_t released = room_sources.planned(want, request);
+  poll_transfers(session);
+  uint64_t released = room_sources.planned(session, want, request);
   bool refilled = false;
   if (released < want) room_sources.plan_is_short();
-  if (released < want && budget.options.search >= 0) {
-    released += reclaim_chosen(need, request);
+  if (released < want && session.options.search >= 0) {
+    released += reclaim_chosen(session, need, request);
     if (released > 0) return released;
-    if (budget.options.remap == MM_REMAP_LAST && need == 0) return 0;  // new addresses help now, not bytes
+    if (session.options.remap == MM_REMAP_LAST && need == 0) return 0;  // new addresses help now, not bytes
   }
   while (released < want) {
     Victim next;
     {
       const Hold lock(graph_lock());
-      next = next_victim_locked();
+      next = next_victim_locked(session);
       if (!next.cell) {
-        if (refilled || !refill_victims_locked()) break;
+        if (refilled || !refill_victims_locked(session)) break;
         refilled = true;
         continue;
       }
@@ -85,7 +86,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   if (released == 0) released = give_up_bits(want);
   while (released == 0 && finish_any_read()) {  // a cell whose read has ended may be evicted again
     const Hold lock(graph_lock());
-    if (refill_victims_locked()) released = 1;
+    if (refill_victims_locked(session)) released = 1;
   }
   // The deferred-drop thread may hold the last reference to a storage. The wait is bounded, since that thread may wait
   // for the GIL.
@@ -94,11 +95,11 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
     // Pins of other threads end with their ops (rule 3). The wait is bounded, since those may wait for this thread.
     wait_for_others(0.05);
     const Hold lock(graph_lock());
-    if (refill_victims_locked()) released = 1;
+    if (refill_victims_locked(session)) released = 1;
   }
   const uint64_t waited = wait.end();
-  counters.stall_ns += waited;
-  counters.room_ns += waited;
+  session.counters.stall_ns += waited;
+  session.counters.room_ns += waited;
   note_event(Event::kStall, nullptr, released, waited);
   return released;
 }
@@ -114,20 +115,21 @@ static uint64_t may_leave_bytes() {
   return bytes;
 }
 
-void throw_out_of_memory(uint64_t request) {
-  if (const std::string why = budget.pool->broken(); !why.empty())
-    TORCH_CHECK(false, "memmgr: ", budget.pool->device.str(), " answers nothing any more: ", why,
+void throw_out_of_memory(Pool& pool, uint64_t request) {
+  Session& session = pool.session;
+  if (const std::string why = pool.broken(); !why.empty())
+    TORCH_CHECK(false, "memmgr: ", pool.device.str(), " answers nothing any more: ", why,
                 ". An earlier kernel failed; CUDA_LAUNCH_BLOCKING=1 shows which.");
-  const uint64_t limit = mm_arena_budget(budget.arena), resident = mm_arena_resident(budget.arena);
+  const uint64_t limit = mm_arena_budget(pool.arena), resident = mm_arena_resident(pool.arena);
   const uint64_t taken = rounded(request);
   const uint64_t refused = taken + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
   failing_op() = {"", 0, 0, taken};
-  std::string text = budget.pool->out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
+  std::string text = pool.out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
                      std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
                      " bytes are in use and nothing more can leave.";
   {
-    const Hold lock(budget.error_lock);
-    if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + '.';
+    const Hold lock(session.error_lock);
+    if (!session.tier_error.empty()) text += " The disk tier failed: " + session.tier_error + '.';
   }
   begin_refusal(refused, text);
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);

@@ -6,11 +6,12 @@
 #include <cstring>
 #include <optional>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/events.h"
+#include "base/forked_child.h"
 #include "base/gil.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/wait.h"
 #include "cells/births.h"
 #include "cells/cell.h"
@@ -37,7 +38,7 @@ static bool make_instead(Cell* c) {
   if (!may_be_dropped_locked(c) || c->version->recipe->checked) return false;  // its checksum was not taken
   set_evicted_locked(c->version, true, &trash);
   c->absence = Absence::kEvicted;
-  trash.slots.push_back(std::exchange(c->slot, -1));
+  trash.add_slot(c, std::exchange(c->slot, -1));
   return true;
 }
 
@@ -78,13 +79,14 @@ static at::DataPtr copy_back(Cell* c, Absence* absence) {
     mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
     return bytes;
   }
-  const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
+  Session& session = c->pool->session;
+  const int wrong = mm_tier_read_now(session.tier, c->slot, bytes.get());
   if (wrong >= 0) return bytes;
   if (has_file_copy(c)) throw_file_failed(c, -wrong);
-  note_tier_error(-wrong);
+  session.note_tier_error(-wrong);
   TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
               " bytes back: ", std::strerror(-wrong),
-              budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
+              forked_child ? " (a forked child: its parent has needed the room on the disk)" : "");
   *absence = Absence::kEvicted;
   bytes.clear();
   return make_again(c);
@@ -101,7 +103,7 @@ void bring_back(Cell* c) {
   try {
     const OwnWork own;
     TORCH_CHECK(!c->given_up, "memmgr: these bytes were lost when an earlier budget could not bring them back");
-    TORCH_CHECK(!is_capturing(),
+    TORCH_CHECK(!is_capturing(*c->pool),
                 "memmgr: a graph is captured that needs a tensor which has left the device; run what "
                 "it captures once before the capture begins, or give the budget more room");
     if (absence == Absence::kEvicted) {
@@ -119,6 +121,7 @@ void bring_back(Cell* c) {
   }
   bool last;
   const uint64_t waited = wait.end();
+  Counters& counters = c->pool->session.counters;
   (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
   {
     Trash trash;

@@ -5,10 +5,10 @@
 #include <optional>
 #include <utility>
 
-#include "base/budget.h"
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "base/tensors.h"
 #include "base/wait.h"
 #include "cells/births.h"
@@ -48,8 +48,8 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
   const mm_slot slot = c->writing;
   forget_write_locked(c);
   if (result < 0) {
-    note_tier_error(-result);
-    trash->slots.push_back(slot);
+    c->pool->session.note_tier_error(-result);
+    trash->add_slot(c, slot);
     return;
   }
   c->slot = slot;
@@ -59,7 +59,7 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
 // Ends a read and makes the cell resident. If the read failed, or the bytes are known not to match their checksum, the
 // cell stays absent: the next touch reads again and raises the error.
 void end_read(Read r, int result, uint64_t waited_ns = 0) {
-  if (result < 0) note_tier_error(-result);
+  if (result < 0) r.cell->pool->session.note_tier_error(-result);
   const mm_stream filled_on = r.cell->pool->home(r.bytes.get());
   const bool good = result >= 0 && restored_sum_agrees(r.cell, r.bytes.get());
   bool last;
@@ -82,11 +82,12 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
 bool transfers_under_way() { return copies_under_way.load(std::memory_order_relaxed) > 0; }
 
 bool begin_write_locked(Cell* c) {
-  if (!budget.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
+  Session& session = c->pool->session;
+  if (!session.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
     return false;
   note_last_use(c);
-  const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
-  counters.writes_ahead++;  // counted even if the tier refuses it at once
+  const mm_slot slot = mm_tier_write(session.tier, c->bytes.get(), c->nbytes);
+  session.counters.writes_ahead++;  // counted even if the tier refuses it at once
   if (slot >= 0) {
     note_write_locked(c, slot);
   }  // a refused write is reported when the cell is evicted
@@ -99,7 +100,7 @@ void await_write(Cell* c, Hold* lock) {
   int result = 1;  // on a device the copy is queued, and the next user of the memory is queued after it
   if (c->pool->on_host()) {
     const Unlocked free(lock);
-    result = mm_tier_wait(budget.tier, slot);
+    result = mm_tier_wait(c->pool->session.tier, slot);
   }
   Trash trash;
   if (c->writing == slot) end_write_locked(c, result, &trash);
@@ -109,12 +110,14 @@ void await_write(Cell* c, Hold* lock) {
 }
 
 bool begin_read(Cell* c) {
+  Session& session = c->pool->session;
   Read r{c, {}, {}};
   {
     const Hold lock(graph_lock());
-    if (nothing_leaves_locked() || !budget.options.prefetch) return false;  // an op that is not seen relies on the trap
+    if (nothing_leaves_locked() || !session.options.prefetch)
+      return false;  // an op that is not seen relies on the trap
     uint32_t expected = kAbsent;
-    if (!budget.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
+    if (!session.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
     if (!c->state.compare_exchange_strong(expected, kAbsent | kBusy, std::memory_order_acq_rel)) return true;
     r.storage = hold(c);
     if (!r.storage && !end_move_locked(c, true)) return true;
@@ -128,7 +131,7 @@ bool begin_read(Cell* c) {
     const FilledByTier filled;
     r.bytes = try_allocate_for(c, 0);
   }
-  if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
+  if (!r.bytes.get() || mm_tier_read(session.tier, c->slot, r.bytes.get()) < 0) {
     end_move(c, true);
     drop_later(std::move(r.storage));
     return false;
@@ -139,16 +142,17 @@ bool begin_read(Cell* c) {
   copies_under_way++;
   resident_cell_bytes += c->nbytes;
   mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
-  counters.reads_ahead++;
+  session.counters.reads_ahead++;
   residency_changed().notify_all();  // a thread that waits for the cell may help
   return true;
 }
 
 // Waits for the bytes of a read: this thread does, or the stream that the block belongs to.
 static int wait_for_read(const Read& r) {
-  if (r.cell->pool->on_host()) return mm_tier_wait(budget.tier, r.cell->slot);
+  mm_tier* tier = r.cell->pool->session.tier;
+  if (r.cell->pool->on_host()) return mm_tier_wait(tier, r.cell->slot);
   if (!rule_holds(kRulePrefetched)) return 0;
-  return mm_tier_use(budget.tier, r.cell->slot, r.cell->pool->home(r.bytes.get()));
+  return mm_tier_use(tier, r.cell->slot, r.cell->pool->home(r.bytes.get()));
 }
 
 bool finish_read(Cell* c) {
@@ -166,30 +170,31 @@ bool finish_read(Cell* c) {
     }
   }
   if (!mine) return false;
+  Session& session = c->pool->session;
   Wait wait;
   const int result = wait_for_read(*mine);
   const uint64_t waited = wait.end();
-  counters.stall_ns += waited;
-  if (waited > 20000) counters.late_reads++;
+  session.counters.stall_ns += waited;
+  if (waited > 20000) session.counters.late_reads++;
   end_read(std::move(*mine), result, waited);
   return true;
 }
 
-void poll_transfers() {
+void poll_transfers(const Session& session) {
   if (!transfers_under_way()) return;
   std::vector<std::pair<Read, int>> done;
   Trash trash;
   {
     const Hold lock(graph_lock());
-    const uint64_t ended = mm_tier_ended(budget.tier);
-    if (std::exchange(transfers().polled, budget.tier) == budget.tier && ended == transfers().ended) return;
+    const uint64_t ended = mm_tier_ended(session.tier);
+    if (std::exchange(transfers().polled, session.tier) == session.tier && ended == transfers().ended) return;
     transfers().ended = ended;
     const std::vector<Cell*> writes = writes_under_way();
     for (Cell* c : writes)
-      if (const int result = mm_tier_poll(budget.tier, c->writing)) end_write_locked(c, result, &trash);
+      if (const int result = mm_tier_poll(session.tier, c->writing)) end_write_locked(c, result, &trash);
     auto& reads = transfers().reads;
     for (size_t i = reads.size(); i-- > 0;) {
-      const int result = mm_tier_poll(budget.tier, reads[i].cell->slot);
+      const int result = mm_tier_poll(session.tier, reads[i].cell->slot);
       if (result == 0) continue;
       reads[i].cell->reading = false;
       done.emplace_back(std::move(reads[i]), result);
@@ -219,13 +224,13 @@ bool drop_clean_copies() {
     if (c->state.load() & (kBusy | kAbsent)) return;
     cancel_write_locked(c, &trash);
     if (has_file_copy(c)) return;
-    if (c->slot >= 0) trash.slots.push_back(c->slot);
+    if (c->slot >= 0) trash.add_slot(c, c->slot);
     c->slot = -1;
   });
   return !trash.slots.empty();
 }
 
-void finish_transfers() {
+void finish_transfers(const Session& session) {
   for (;;) {
     Cell* c = nullptr;
     mm_slot writing = -1;
@@ -241,8 +246,8 @@ void finish_transfers() {
     if (c)
       finish_read(c);
     else
-      mm_tier_wait(budget.tier, writing);
-    poll_transfers();
+      mm_tier_wait(session.tier, writing);
+    poll_transfers(session);
   }
 }
 

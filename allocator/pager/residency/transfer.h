@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/types.h"
 
 namespace memmgr::pager {
@@ -19,12 +20,12 @@ bool begin_read(Cell* c);
 bool finish_read(Cell* c);
 
 // Ends the copies that are done: written cells become clean, read cells resident.
-void poll_transfers();
+void poll_transfers(const Session& session);
 // Waits for one read that was begun, and ends it. False: there is none.
 bool finish_any_read();
 // Frees the copies in the tier of resident cells, written or being written. True: there were some.
 bool drop_clean_copies();
 // Waits for all copies.
-void finish_transfers();
+void finish_transfers(const Session& session);
 bool transfers_under_way();
 }  // namespace memmgr::pager

@@ -4,12 +4,12 @@
 #include <chrono>
 #include <unordered_map>
 
-#include "base/budget.h"
 #include "base/clock.h"
 #include "base/constants.h"
 #include "base/deferred_drop.h"
 #include "base/link.h"
 #include "base/lock.h"
+#include "base/session.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
 #include "cells/version.h"
@@ -62,8 +62,8 @@ void tell_ranker() {
   p.told.notify_one();
 }
 
-void want_order() {
-  if (budget.options.order == Order::kRanked) tell_ranker();
+void want_order(const Options& options) {
+  if (options.order == Order::kRanked) tell_ranker();
 }
 
 double io_seconds(const Cell* c) {
@@ -92,13 +92,14 @@ void push_locked(Cell* c, Way way, uint64_t touched) {
 
 bool may_be_dropped_locked(const Cell* c) {
   const Version* v = c->version;
-  return budget.options.may_evict && v && v->recipe && c->lead == 0 && c->storage._unsafe_get_target() &&
+  return c->pool->session.options.may_evict && v && v->recipe && c->lead == 0 && c->storage._unsafe_get_target() &&
          v->recipe->kind->trusted() && recipe_available_locked(v->recipe);
 }
 
 bool may_be_packed_locked(const Cell* c) {
   const Version* v = c->version;
-  if (!c->pool->on_host() || (!budget.options.may_evict && !budget.options.may_offload)) return false;
+  const Options& options = c->pool->session.options;
+  if (!c->pool->on_host() || (!options.may_evict && !options.may_offload)) return false;
   if (c->slot >= 0 || c->writing >= 0 || !v || !v->recipe || !v->recipe->kind->bits_bytes.load()) return false;
   return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
 }
@@ -106,8 +107,9 @@ bool may_be_packed_locked(const Cell* c) {
 // Rematerialization needs room for the recipe's inputs and outputs at the time of the restore. Bytes that cannot be
 // evicted may have grown by then: a pipeline's sends are in flight until its step ends.
 static bool has_room_again_locked(const Cell* c) {
-  const uint64_t limit = mm_arena_budget(budget.arena);
-  uint64_t bytes = bytes_that_stay() + limit / 8;
+  const Session& session = c->pool->session;
+  const uint64_t limit = mm_arena_budget(session.arena);
+  uint64_t bytes = bytes_that_stay(session) + limit / 8;
   for (const Version* v : c->version->recipe->outputs) bytes += v ? v->nbytes : 0;
   for (const TensorArg& a : c->version->recipe->tensors) bytes += a.version ? a.version->nbytes : 0;
   return bytes <= limit;
@@ -117,7 +119,7 @@ double cost_of_leaving_locked(const Cell* c, bool* drop) {
   *drop = false;
   double cost = -1;
   if (may_be_packed_locked(c)) return kPackSecondsPerByte * static_cast<double>(c->nbytes);
-  if (c->slot >= 0 || may_be_offloaded()) cost = io_seconds(c);
+  if (c->slot >= 0 || c->pool->session.may_offload()) cost = io_seconds(c);
   if (may_be_dropped_locked(c)) {
     double again = seconds_to_make_locked(c->version);
     if (c->version->recipe->checked) again += 2 * kSumSecondsPerByte * static_cast<double>(c->nbytes);
@@ -129,8 +131,8 @@ double cost_of_leaving_locked(const Cell* c, bool* drop) {
   return cost;
 }
 
-bool refill_victims_locked() {
-  want_order();
+bool refill_victims_locked(const Session& session) {
+  want_order(session.options);
   const uint64_t now = ticks();
   struct Found {
     double score;
@@ -145,7 +147,7 @@ bool refill_victims_locked() {
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
     const uint64_t foretold = next_touch.ticks_until_locked(c);
     const uint64_t age = foretold ? foretold : now > touched ? now - touched : 0;
-    found.push_back({score(budget.options.order, cost, c->nbytes, static_cast<double>(age) + 1), c});
+    found.push_back({score(session.options.order, cost, c->nbytes, static_cast<double>(age) + 1), c});
   });
   std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.score > b.score; });
   clear_locked();
@@ -154,14 +156,14 @@ bool refill_victims_locked() {
   return !found.empty();
 }
 
-Victim next_victim_locked() {
+Victim next_victim_locked(const Session& session) {
   if (nothing_leaves_locked()) return {};
   Victims& all = victims();
   if (all.ranked == 0 && next_touch.has_moved_locked()) clear_locked();
   while (!all.queue.empty()) {
     const auto [victim, touched] = all.queue.back();
     all.queue.pop_back();
-    if (all.ranked && all.queue.size() == all.ranked / 2) want_order();  // ahead of need
+    if (all.ranked && all.queue.size() == all.ranked / 2) want_order(session.options);  // ahead of need
     Cell* c = victim.cell;
     if (!c) continue;
     c->queued_at = -1;
@@ -171,23 +173,23 @@ Victim next_victim_locked() {
   return {};
 }
 
-std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
+std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need, uint64_t request) {
   constexpr int kRounds = 8;  // other threads may have pinned all victims since: the search then runs again
   if (nothing_leaves_locked()) return {};
   std::vector<mm_price> prices;
   for_each_cell_locked([&](Cell* c) {
-    if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(budget.arena, block_of(c))) return;
+    if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(session.arena, block_of(c))) return;
     bool drop;
     prices.push_back({block_of(c), c, cost_of_leaving_locked(c, &drop),
                       seconds_of_ticks(c->last_touch.load(std::memory_order_relaxed))});
   });
-  mm_arena_price(budget.arena, prices.data(), prices.size());
+  mm_arena_price(session.arena, prices.data(), prices.size());
   std::vector<mm_victim> found(256);
   for (int round = 0; round < kRounds; ++round) {
     int64_t n;
     const double now = seconds_of_ticks(ticks());
-    while ((n = mm_arena_choose(budget.arena, budget.options.search, need, request, now, found.data(), found.size())) >
-           static_cast<int64_t>(found.size()))
+    while ((n = mm_arena_choose(session.arena, session.options.search, need, request, now, found.data(),
+                                found.size())) > static_cast<int64_t>(found.size()))
       found.resize(static_cast<size_t>(n));
     if (n <= 0) return {};
     std::vector<Victim> claimed;
@@ -201,7 +203,7 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
         taken.push_back({v.p, c, -1, 0});
     }
     if (!claimed.empty()) return claimed;
-    mm_arena_price(budget.arena, taken.data(), taken.size());
+    mm_arena_price(session.arena, taken.data(), taken.size());
   }
   return {};
 }
@@ -209,7 +211,8 @@ std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request) {
 static void forget_cell_locked(Cell* c) {
   if (c->queued_at >= 0) victims().queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
   c->queued_at = -1;
-  if (budget.options.search >= 0 && budget.arena && c->bytes.get()) mm_arena_disown(budget.arena, block_of(c), c);
+  const Session& session = c->pool->session;
+  if (session.options.search >= 0 && session.arena && c->bytes.get()) mm_arena_disown(session.arena, block_of(c), c);
 }
 static const ListensToCells forgets_victims({nullptr, &forget_cell_locked});
 
@@ -229,7 +232,7 @@ std::vector<Candidate> candidates() {
     found.push_back({touched,
                      {c->serial, c->nbytes, seconds_of_ticks(now > touched ? now - touched : 0), own,
                       droppable ? std::max(0.0, seconds_to_make_locked(c->version) - own) : 0, droppable, c->slot >= 0,
-                      may_be_offloaded()}});
+                      c->pool->session.may_offload()}});
   });
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<Candidate> columns;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/constants.h"
+#include "base/session.h"
 #include "cells/types.h"
 
 namespace memmgr::pager {
@@ -22,10 +23,10 @@ struct Victim {
   Way way = Way::kCheaper;
 };
 // Returns the next victim, claimed (kBusy); without a cell if the queue is empty.
-Victim next_victim_locked();
+Victim next_victim_locked(const Session& session);
 // Returns victims, claimed, that give a request a run of addresses, too, as `Options::search` requires (Coop, section
 // 4; the core's window.h). Empty: no choice achieves that.
-std::vector<Victim> choose_victims_locked(uint64_t need, uint64_t request);
+std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need, uint64_t request);
 // When cells are touched next, as foretold by a higher layer. Set once, before the first budget.
 struct NextTouch {
   uint64_t (*ticks_until_locked)(const Cell* c) = nullptr;  // 0: not known
@@ -35,7 +36,7 @@ struct NextTouch {
 extern NextTouch next_touch;
 
 // Queues all cells that can be evicted now in malloc's own order. False: there are none.
-bool refill_victims_locked();
+bool refill_victims_locked(const Session& session);
 // ---- for a policy, on a thread of its own (memmgr/runtime/ranking.py) ----
 
 struct Candidate {

@@ -3,7 +3,7 @@
 
 #include <c10/macros/Macros.h>
 
-#include "base/budget.h"
+#include "base/session.h"
 
 namespace memmgr::pager {
 

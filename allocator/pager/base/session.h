@@ -1,4 +1,4 @@
-// The open budget: its pool, its tier, its options and its counters.
+// Session: the open budget. Its pool, its tier, its options and its counters.
 #pragma once
 
 #include <atomic>
@@ -39,20 +39,6 @@ struct Options {
   bool apart = false;          // blocks that are expensive to make again lie at the other end (Coop, section 4.2)
 };
 
-struct Budget {
-  std::atomic<bool> open{false};
-  // The process is a forked child; if `open`, it can restore the cells that were absent in its parent.
-  std::atomic<bool> forked{false};
-  Pool* pool = nullptr;       // one for each device; its budgets use it one after another
-  mm_arena* arena = nullptr;  // the pool's
-  mm_tier* tier = nullptr;
-  bool tier_writes = false;  // false: it only reads files that are lent to it
-  Options options;
-
-  Lock& error_lock = lock_of(LockId::kTierError);
-  std::string tier_error GUARDED_BY(error_lock);  // the last one
-};
-
 struct Counters {
   std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, packed{0}, offload_bytes{0}, clean_drops{0},
       reloads{0}, reload_bytes{0}, rematerialized_ops{0}, rematerializations{0}, remat_ns{0}, stall_ns{0}, room_ns{0},
@@ -64,12 +50,30 @@ struct Counters {
   uint64_t ops_before = 0;  // ops that threads had counted when the budget opened (kernel_slots.h)
 };
 
-extern Budget budget;
-extern Counters counters;
+// A budget from its opening to its end. The process has one such object for all its budgets, which follow one another
+// (dispatch/the_session.h). A reference to it is valid at any time. Cells and blocks outlive budgets: after one has
+// ended `open` is false, `tier` is null, and `pool` and `arena` are still its own.
+struct Session {
+  Session() = default;
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
 
-// Returns true if cells may be written to the tier.
-inline bool may_be_offloaded() { return budget.options.may_offload && budget.tier_writes; }
-void note_tier_error(int error);
+  std::atomic<bool> open{false};
+  Pool* pool = nullptr;       // one for each device; its budgets use it one after another
+  mm_arena* arena = nullptr;  // the pool's
+  mm_tier* tier = nullptr;
+  bool tier_writes = false;  // false: it only reads files that are lent to it
+  Options options;
+  Counters counters;
+
+  // Returns true if cells may be written to the tier.
+  bool may_offload() const { return options.may_offload && tier_writes; }
+  // Counts an error of the tier and keeps its text for the errors that follow.
+  void note_tier_error(int error);
+
+  Lock& error_lock = lock_of(LockId::kTierError);
+  std::string tier_error GUARDED_BY(error_lock);  // the last one
+};
 
 // Returns the bytes as the allocator counts them.
 inline uint64_t rounded(uint64_t bytes) { return (bytes + MM_UNIT - 1) / MM_UNIT * MM_UNIT; }
