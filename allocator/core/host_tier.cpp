@@ -155,6 +155,16 @@ void HostTier::Poll() {
   }
 }
 
+// The same with one question to the driver at most: the two ways take turns.
+void HostTier::AskOnce() {
+  asked_ = asked_ == kRead ? kWrite : kRead;
+  Link* link = &links_[asked_];
+  if (link->under_way.empty()) link = &links_[asked_ == kRead ? kWrite : kRead];
+  if (link->under_way.empty()) return;
+  const CUresult result = driver().EventQuery(link->under_way.front()->end);
+  if (result != CUDA_ERROR_NOT_READY) Finish(link, result);
+}
+
 void HostTier::Finish(Link* link, CUresult result) {
   const OperationRef operation = std::move(link->under_way.front());
   link->under_way.pop_front();
@@ -288,7 +298,7 @@ mm_slot HostTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
   const InDriver in(device_);
   if (in.error() != 0) return in.error();
   Hold hold(mutex_);
-  Poll();
+  AskOnce();
   const int injected = InjectedError(kWrite);
   if (injected != 0 && urgency == Urgency::kNow) return injected;
   Slot* slot = nullptr;
@@ -313,7 +323,7 @@ int HostTier::Read(mm_slot id, void* to, Urgency urgency) {
   if (in.error() != 0) return in.error();
   {
     Hold hold(mutex_);
-    Poll();
+    AskOnce();
     Slot* slot = Find(id);
     if (slot == nullptr) return -EBADF;
     if (slot->write->done && slot->write->error != 0) return slot->write->error;
@@ -381,10 +391,8 @@ int HostTier::Poll(mm_slot id) {
 uint64_t HostTier::Ended() {
   if (forked_.load()) return 0;
   Hold hold(mutex_);
-  if (!links_[kWrite].under_way.empty() || !links_[kRead].under_way.empty()) {
-    const InDriver in(device_);
-    Poll();
-  }
+  const InDriver in(device_);
+  AskOnce();
   return links_[kWrite].done + links_[kRead].done;
 }
 
@@ -415,7 +423,7 @@ void HostTier::Free(mm_slot id) {
   if (forked_.load()) return;
   const InDriver in(device_);
   Hold hold(mutex_);
-  Poll();
+  AskOnce();
   std::erase_if(fences_, [](const Fence& fence) { return fence.operation->done; });
   Slot* slot = Find(id);
   if (slot == nullptr) return;

@@ -129,6 +129,7 @@ class HostTier final : public Tier, private ForkAware {
   int WaitForFormerReaders(uint64_t begin, uint64_t end);
   int WaitFor(CUstream waiter, const Operation* operation);
   void Poll();
+  void AskOnce();
   void Finish(Link* link, CUresult result);
   int InjectedError(Direction direction);
   int Synchronize(OperationRef operation, Hold* hold);
@@ -137,7 +138,8 @@ class HostTier final : public Tier, private ForkAware {
   std::atomic<bool> forked_{false};
   LockedMemory slab_;  // has a lock of its own, a leaf
 
-  std::mutex mutex_;  // everything below; the device's own lock is taken inside it
+  std::mutex mutex_;         // everything below; the device's own lock is taken inside it
+  Direction asked_ = kRead;  // by AskOnce()
   std::array<Link, 2> links_;
   std::deque<Slot> slots_;  // addresses stay valid
   std::vector<Slot*> unused_;

@@ -109,12 +109,15 @@ bool Places::Begin(uint64_t page_bytes) {
   stats_.asked_bytes = asked_;
   stats_.displaced_bytes = displaced_;
   // Blocks without a site want other sites, and then it is not known how much memory these will lack. In the first
-  // period blocks of the one before have some of it.
+  // period blocks of the one before have some of it. But where sites lacked memory before, blocks have no site because
+  // the program has waited for memory and asks for them at other positions: sites of such a period would not be those
+  // of the next one, so they stay until the plan leaves room for them.
   const bool missed = rows_.empty() || siteless_ > asked_ / kDisplacedShare;
-  const uint64_t lacked = missed ? 0 : std::max(lacked_, taken_);
+  short_ = lacked_ > 0 && (short_ || !missed);
+  const uint64_t lacked = !missed ? std::max(lacked_, taken_) : short_ ? lacked_ : 0;
   stats_.lacking_periods = lacked > 0 ? stats_.lacking_periods + 1 : 0;
   stats_.lacking_bytes = lacked;
-  misses_ = missed ? misses_ + 1 : 0;
+  misses_ = missed && !short_ ? misses_ + 1 : 0;
   older_ = std::move(last_);
   last_ = std::move(now_);
   now_ = {{}, true};
@@ -189,6 +192,7 @@ void Places::Use(std::vector<Row> rows, uint32_t frames) {
   stats_.rows = rows_.size();
   stats_.frames = frames;
   age_ = 0;
+  short_ = false;
   stats_.computations = rows_.empty() ? kMostComputations : stats_.computations + 1;
   misses_ = 0;
 }

@@ -106,6 +106,7 @@ class Places {
   uint64_t displaced_ = 0;  // of these, bytes that are at no site
   uint64_t siteless_ = 0;   // of these, of requests that have no site, or whose site is not free
   bool lacks_now_ = false;  // the request's site does
+  bool short_ = false;      // sites have lacked memory in each period since one in which all blocks had theirs
   uint64_t taken_ = 0;      // the most bytes that another block took from sites
   uint64_t lacked_ = 0;     // the most bytes that were missing at a time
   static constexpr int kMappingPeriods = 3;

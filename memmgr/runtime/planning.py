@@ -12,6 +12,7 @@ from memmgr.policies.plan.knee import Knee, knee
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import TraceError
+from memmgr.policies.trace.frames import in_frames
 from memmgr.policies.trace.smooth import smoothed
 
 from .planners import PLANNERS, QUICK
@@ -67,7 +68,7 @@ def make(job: Job) -> Made | None:
         TraceError: the period is no trace.
     """
     of = job.period.measured()
-    trace = smoothed(of.trace)
+    trace, grown = in_frames(smoothed(of.trace), job.period.columns["frame_bytes"])
     link = trace.links[0] if trace.links else None
     planner = (QUICK if job.quick else PLANNERS)[job.planner]
     for limit_bytes in job.budgets:
@@ -80,7 +81,7 @@ def make(job: Job) -> Made | None:
                 found.lower_bound,
                 found.rematerialized,
                 found.offloaded,
-                found.moved_bytes,
+                int(found.moved_bytes / grown),
             )
     return None
 

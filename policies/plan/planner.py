@@ -146,9 +146,9 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
         if made is None:
             return None
         return Plan(
-            budget_bytes, True, made.steps, made.peak_bytes, made.seconds, unmanaged, bound, made.away, made.clean,
-            made.written_bytes + made.read_bytes,
-        )  # fmt: skip
+            budget_bytes, True, made.steps, made.peak_bytes, max(made.seconds, unmanaged), unmanaged, bound, made.away,
+            made.clean, made.written_bytes + made.read_bytes,
+        )  # fmt: skip  # the clock of the second pass rounds
 
     if seconds_of(paging()) > _CLOSE * bound:
         # First as if storages that live from pass to pass could not be evicted; then with more or fewer of the others.

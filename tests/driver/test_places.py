@@ -179,6 +179,20 @@ def test_blocks_leave_for_a_site_that_lacks_memory(open_periods: Callable[..., P
     assert 0 < max(asked) <= 11 * PAGE  # so many blocks live at the highest moment
 
 
+def test_sites_stay_while_they_lack_memory_and_blocks_come_late(
+    open_periods: Callable[..., Periods],
+) -> None:
+    """A program that waits for memory asks at other positions. Sites of such a period would not be those of the next one, which
+    has waited elsewhere. The lack is told, and the plan leaves room for them."""
+    periods = open_periods(budget=PEAK + PAGE)
+    acts = [(position, name, size + (1 if size else 0)) for position, name, size in LONG]
+    late = [(position + (name[0] == "b" and size > 0), name, size) for position, name, size in acts]
+    for period in range(14):
+        periods.run(late if period > 5 and period % 4 < 2 else acts)
+    assert periods.stats.computations == 1
+    assert periods.stats.lacking_periods > 8
+
+
 def test_a_peer_may_use_the_frames_that_are_mapped(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
     """The driver refuses a range with a piece that is not mapped, and some sites have lost frames."""
     periods = open_periods(budget=PEAK)

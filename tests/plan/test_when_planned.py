@@ -30,7 +30,7 @@ def columns(scratch: list[int], seconds: float = 0.01, bits: int = 0) -> Any:
         "seconds": packed([seconds] * 3, "f4"), "before": packed([0.0] * 3, "f4"), "scratch": packed(scratch, "u8"),
         "other": packed([0] * 3, "u8"), "module": packed([0] * 3, "u4"), "ordinal": packed(touched, "u4"),
         "flags": bytes([READS, MAKES] * 3), "bits": packed([0, bits] * 3, "u4"), "sizes": packed([500] + [1000] * 3, "u8"),
-        "fixed": bytes(4), "prior": packed([0xFFFFFFFF] * 4, "u4"), "deaths": b"", "hashes": b"", "turn": 3,
+        "fixed": bytes(4), "prior": packed([0xFFFFFFFF] * 4, "u4"), "deaths": b"", "hashes": b"", "turn": 3, "frame_bytes": 0,
     }  # fmt: skip
 
 

@@ -189,18 +189,29 @@ void poll_transfers(const Session& session) {
     const uint64_t ended = mm_tier_ended(session.tier);
     if (std::exchange(transfers().polled, session.tier) == session.tier && ended == transfers().ended) return;
     transfers().ended = ended;
+    // A device's copies of one way end in order, and each question about one that has not ended costs a call.
+    const bool in_order = queues;
     const std::vector<Cell*> writes = writes_under_way();
-    for (Cell* c : writes)
-      if (const int result = mm_tier_poll(session.tier, c->writing)) end_write_locked(c, result, &trash);
-    auto& reads = transfers().reads;
-    for (size_t i = reads.size(); i-- > 0;) {
-      const int result = mm_tier_poll(session.tier, reads[i].cell->slot);
-      if (result == 0) continue;
-      reads[i].cell->reading = false;
-      done.emplace_back(std::move(reads[i]), result);
-      reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(i));
+    for (Cell* c : writes) {
+      if (const int result = mm_tier_poll(session.tier, c->writing))
+        end_write_locked(c, result, &trash);
+      else if (in_order)
+        break;
+    }
+    std::vector<Read> still;
+    bool asked = true;
+    for (Read& read : transfers().reads) {
+      const int result = asked ? mm_tier_poll(session.tier, read.cell->slot) : 0;
+      asked = result != 0 || !in_order;
+      if (result == 0) {
+        still.push_back(std::move(read));
+        continue;
+      }
+      read.cell->reading = false;
+      done.emplace_back(std::move(read), result);
       copies_under_way--;
     }
+    transfers().reads = std::move(still);
   }
   for (auto& [read, result] : done) end_read(std::move(read), result);
 }

@@ -1,0 +1,45 @@
+"""Storages in whole frames: the bytes of blocks on a device whose addresses are planned for a whole period."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .trace import Trace
+
+
+def in_frames(trace: Trace, frame_bytes: int) -> tuple[Trace, float]:
+    """The pass with each storage of a frame or more as large as its frames.
+
+    A plan with room for all bytes lacks room for frames otherwise: GPT-2's parameters and states are 2.4 to 9.4 MB each, and
+    an eighth smaller than their frames of 2 MiB.
+
+    Args:
+        trace: a measured pass.
+        frame_bytes: of a frame; 0: blocks have no frames.
+
+    Returns:
+        The pass, and by how much the storages have grown together. A copy moves the bytes without the rest of the frame, so the
+        links are faster by that.
+
+    *Known limitations*: a storage that stays for longer than a period is in the heap and fills no frames. All copies are taken
+    to have grown alike.
+    """
+    if not frame_bytes:
+        return trace, 1.0
+    storages = tuple(
+        replace(s, size_bytes=-(-s.size_bytes // frame_bytes) * frame_bytes) if s.size_bytes >= frame_bytes else s
+        for s in trace.storages
+    )
+    before = sum(s.size_bytes for s in trace.storages)
+    grown = sum(s.size_bytes for s in storages) / before if before else 1.0
+    links = tuple(
+        replace(
+            link,
+            write_bytes_per_second=link.write_bytes_per_second * grown,
+            read_bytes_per_second=link.read_bytes_per_second * grown,
+            cpu_seconds_per_byte=link.cpu_seconds_per_byte / grown,
+            capacity_bytes=None if link.capacity_bytes is None else int(link.capacity_bytes * grown),
+        )
+        for link in trace.links
+    )
+    return replace(trace, storages=storages, links=links), grown
