@@ -28,6 +28,9 @@ from .windows import Gap, chosen
 _ROUNDS = 3
 """How often blocks are chosen, while that makes the pass shorter."""
 
+MANY = 4_000
+"""Events of a long pass, for which blocks are chosen once: each choice looks at all of them."""
+
 _GAIN = 0.995
 """Choosing again has been worth it if the pass takes at most this share of the time before."""
 
@@ -54,8 +57,14 @@ class _Pager(Cycle):
         self.ended = 0.0
         self.missing = [(self.next[k], k) for k, state in enumerate(self.state) if state == ABSENT]
         heapify(self.missing)
-        self.leaving: list[tuple[int, int]] = []
-        self.staying: list[tuple[int, int]] = []  # leave where nothing else can
+        # Resident blocks by (- next touch, block): those of gaps with a whole copy, those of gaps without one, and the others,
+        # which leave where nothing else can. An entry that is no longer true is skipped.
+        self.copied: list[tuple[int, int]] = []
+        self.changing: list[tuple[int, int]] = []
+        self.staying: list[tuple[int, int]] = []
+        self.written: list[
+            tuple[float, int, int]
+        ] = []  # of gaps, whose copy is under way: (its end, - next touch, block)
 
     def play(self) -> None:
         self.took, self.ended = [], self.now
@@ -73,6 +82,10 @@ class _Pager(Cycle):
         super().read(k, begin, event)
         self._line_up(k)
 
+    def write(self, k: int, event: int) -> None:
+        super().write(k, event)
+        self._line_up(k)
+
     def leave(self, k: int, event: int) -> None:
         super().leave(k, event)
         if self.next[k] < FAR:
@@ -87,8 +100,14 @@ class _Pager(Cycle):
 
     def _line_up(self, k: int) -> None:
         gap = (self.first.get(k, k) if self.touch[k] == 0 else k), self.touch[k]
-        line = self.leaving if gap in self.gaps else self.staying
-        heappush(line, (-self.next[k], k))
+        if gap not in self.gaps:
+            heappush(self.staying, (-self.next[k], k))
+        elif self.dirty[k] and not self._unneeded(k):
+            heappush(self.changing, (-self.next[k], k))
+        elif self.done_at[k] > self.now:
+            heappush(self.written, (self.done_at[k], -self.next[k], k))
+        else:
+            heappush(self.copied, (-self.next[k], k))
 
     def _unneeded(self, k: int) -> bool:
         """Nothing touches it any more, and it needs no copy: were it touched, its op would run again."""
@@ -96,32 +115,50 @@ class _Pager(Cycle):
 
     def _first_written(self, use: int) -> int | None:
         """The block of a gap that can leave first, and is touched after `use`; the one that is touched last, of several."""
-        self.leaving = [(far, k) for far, k in self.leaving if self.state[k] == RESIDENT and self.next[k] == -far]
-        heapify(self.leaving)
-        may = [
-            (self.dirty[k] and not self._unneeded(k), max(self.done_at[k], self.now), far, k)
-            for far, k in self.leaving
-            if -far > use and not (self.reading[k] and self.done_at[k] > self.now)
+        while self.written and self.written[0][0] <= self.now:
+            _, far, k = heappop(self.written)
+            if self._is_there(far, k) and not self._has_to_be_written(k):
+                heappush(self.copied, (far, k))
+        found = self._last(use, self.copied, False)
+        if found is not None:
+            return found
+        under_way = [
+            entry
+            for entry in self.written
+            if -entry[1] > use
+            and self._is_there(*entry[1:])
+            and not self.reading[entry[2]]
+            and not self.dirty[entry[2]]
         ]
-        return min(may)[3] if may else None
+        return min(under_way)[2] if under_way else self._last(use, self.changing, True)
 
-    def _last(self, use: int) -> int | None:
-        """The block whose next touch is last and after `use`, among those that should stay."""
+    def _is_there(self, far: int, k: int) -> bool:
+        return self.state[k] == RESIDENT and self.next[k] == -far
+
+    def _has_to_be_written(self, k: int) -> bool:
+        return self.dirty[k] and not self._unneeded(k)
+
+    def _last(self, use: int, line: list[tuple[int, int]], without_copy: bool | None = None) -> int | None:
+        """The block in line whose next touch is last and after `use`.
+
+        Args:
+            without_copy: whether it has to be written before it leaves; None: either.
+        """
         waiting = []
         found = None
-        while self.staying:
-            far, k = self.staying[0]
-            if self.state[k] != RESIDENT or self.next[k] != -far:
-                heappop(self.staying)
+        while line:
+            far, k = line[0]
+            if not self._is_there(far, k) or without_copy not in (None, self._has_to_be_written(k)):
+                heappop(line)
             elif -far <= use:
                 break
             elif self.reading[k] and self.done_at[k] > self.now:
-                waiting.append(heappop(self.staying))
+                waiting.append(heappop(line))
             else:
                 found = k
                 break
         for entry in waiting:
-            heappush(self.staying, entry)
+            heappush(line, entry)
         return found
 
     def make_room(self, size: int, event: int) -> None:
@@ -129,7 +166,7 @@ class _Pager(Cycle):
         while self.used + size > self.budget:
             k = self._first_written(self.base + event)
             if k is None:
-                k = self._last(self.base + event)
+                k = self._last(self.base + event, self.staying)
             if k is None:
                 raise Full
             if not self._unneeded(k):
@@ -199,7 +236,7 @@ def paged(trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Ste
     p = program_of(trace, plain(trace) if program is None else program)
     best: Paged | None = None
     took: list[float] | None = None
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if len(p.steps) < MANY else 1):
         pager = _Pager(p, budget_bytes, link, chosen(p, budget_bytes, link, took))
         made = settled(pager)
         if made is None:

@@ -19,7 +19,7 @@ from memmgr.policies.trace.trace import OpKind
 from .bound import INFEASIBLE, SOLVE, with_link
 from .fallback import best_online
 from .offload import offloading
-from .paging import least_seconds, paged
+from .paging import MANY, least_seconds, paged
 from .recompute import recompute_only, replayed, traded
 from .search import Search
 from .smallest_budget import smallest_budget_bytes
@@ -117,7 +117,7 @@ _STEPS = (1 / 4, 1 / 8, 1 / 16)
 """How far apart the levels are that are tried in turn (`_levels`)."""
 
 _STEPS_QUICKLY = _STEPS[:2]
-"""The same for a plan of few steps of search, ..."""
+"""The same for a long pass, and for a plan of few steps of search, ..."""
 
 _QUICK = 50_000
 """... up to so many."""
@@ -185,7 +185,7 @@ def _levels(
         return known[level]
 
     best = 0.5
-    for step in _STEPS_QUICKLY if effort <= _QUICK else _STEPS:
+    for step in _STEPS_QUICKLY if effort <= _QUICK or len(trace.ops) >= MANY else _STEPS:
         best = min((best, best + step, best - step), key=tried)
 
 

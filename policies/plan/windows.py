@@ -95,14 +95,17 @@ class _Lane:
 
     def take(self, events: range, seconds: float) -> tuple[int, float]:
         """Takes free seconds of the events in turn. Returns the last of them that it needed, and the seconds that lack."""
-        at = events.start
-        for at in events:
-            here = min(seconds, float(self.free[at % self.n]))
-            self.free[at % self.n] -= here
-            seconds -= here
-            if seconds <= 0.0:
-                return at, 0.0
-        return at, seconds
+        if not events:
+            return events.start, seconds
+        where = np.arange(events.start, events.stop, events.step) % self.n
+        until = np.cumsum(self.free[where])
+        last = int(np.searchsorted(until, seconds))
+        if last == len(where):
+            self.free[where] = 0.0
+            return events[-1], seconds - float(until[-1])
+        self.free[where[last]] = until[last] - seconds
+        self.free[where[:last]] = 0.0
+        return events[last], 0.0
 
 
 class _Choice:
