@@ -53,6 +53,14 @@ class Served:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
+def _answers(server: Served) -> bool:
+    try:
+        server.get("/")
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture
 def served(runtime: object) -> Iterator[Served]:
     with (
@@ -63,7 +71,10 @@ def served(runtime: object) -> Iterator[Served]:
         said = process.stdout.readline()
         assert said.startswith("http://127.0.0.1:"), process.stderr.read()
         try:
-            yield Served(process, said.split()[0])
+            server = Served(process, said.split()[0])
+            # The address is printed before asyncio's loop is made: an interrupt in between ends in a traceback.
+            assert until(lambda: _answers(server))
+            yield server
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=60)
         except BaseException:
