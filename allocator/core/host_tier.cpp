@@ -155,7 +155,7 @@ void HostTier::Poll() {
   }
 }
 
-// The same with one question to the driver at most: the two ways take turns.
+// Asks the driver about the oldest operation of one way, and records it if it has ended. The two ways take turns.
 void HostTier::AskOnce() {
   asked_ = asked_ == kRead ? kWrite : kRead;
   Link* link = &links_[asked_];
@@ -323,9 +323,9 @@ int HostTier::Read(mm_slot id, void* to, Urgency urgency) {
   if (in.error() != 0) return in.error();
   {
     Hold hold(mutex_);
-    AskOnce();
     Slot* slot = Find(id);
     if (slot == nullptr) return -EBADF;
+    if (!slot->write->done) Poll();  // a write that has failed leaves nothing to read
     if (slot->write->done && slot->write->error != 0) return slot->write->error;
     const int injected = InjectedError(kRead);
     if (injected != 0 && urgency == Urgency::kNow) return injected;
@@ -391,8 +391,10 @@ int HostTier::Poll(mm_slot id) {
 uint64_t HostTier::Ended() {
   if (forked_.load()) return 0;
   Hold hold(mutex_);
-  const InDriver in(device_);
-  AskOnce();
+  if (!links_[kWrite].under_way.empty() || !links_[kRead].under_way.empty()) {
+    const InDriver in(device_);
+    AskOnce();
+  }
   return links_[kWrite].done + links_[kRead].done;
 }
 

@@ -139,7 +139,7 @@ class HostTier final : public Tier, private ForkAware {
   LockedMemory slab_;  // has a lock of its own, a leaf
 
   std::mutex mutex_;         // everything below; the device's own lock is taken inside it
-  Direction asked_ = kRead;  // by AskOnce()
+  Direction asked_ = kRead;  // the way that AskOnce() asked about last
   std::array<Link, 2> links_;
   std::deque<Slot> slots_;  // addresses stay valid
   std::vector<Slot*> unused_;

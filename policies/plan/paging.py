@@ -62,9 +62,8 @@ class _Pager(Cycle):
         self.copied: list[tuple[int, int]] = []
         self.changing: list[tuple[int, int]] = []
         self.staying: list[tuple[int, int]] = []
-        self.written: list[
-            tuple[float, int, int]
-        ] = []  # of gaps, whose copy is under way: (its end, - next touch, block)
+        # Blocks of gaps whose copy is under way: (its end, - next touch, block).
+        self.written: list[tuple[float, int, int]] = []
 
     def play(self) -> None:
         self.took, self.ended = [], self.now
@@ -102,7 +101,7 @@ class _Pager(Cycle):
         gap = (self.first.get(k, k) if self.touch[k] == 0 else k), self.touch[k]
         if gap not in self.gaps:
             heappush(self.staying, (-self.next[k], k))
-        elif self.dirty[k] and not self._unneeded(k):
+        elif self._has_to_be_written(k):
             heappush(self.changing, (-self.next[k], k))
         elif self.done_at[k] > self.now:
             heappush(self.written, (self.done_at[k], -self.next[k], k))
@@ -123,12 +122,9 @@ class _Pager(Cycle):
         if found is not None:
             return found
         under_way = [
-            entry
-            for entry in self.written
-            if -entry[1] > use
-            and self._is_there(*entry[1:])
-            and not self.reading[entry[2]]
-            and not self.dirty[entry[2]]
+            (end, far, k)
+            for end, far, k in self.written
+            if -far > use and self._is_there(far, k) and not self.reading[k] and not self.dirty[k]
         ]
         return min(under_way)[2] if under_way else self._last(use, self.changing, True)
 
@@ -176,7 +172,7 @@ class _Pager(Cycle):
             self.leave(k, event)
 
     def ready(self, event: int, wanted: Iterable[int]) -> float:
-        """Blocks that the event changes have been written, too."""
+        """When the event can begin: the writes of the blocks that it changes have ended, too."""
         changed = (self.done_at[k] for k in self.p.touched[event] if event in self.p.blocks[k].writes)
         return max(super().ready(event, wanted), max(changed, default=0.0))
 
@@ -187,12 +183,12 @@ class _Pager(Cycle):
     def ahead(self, event: int, until: float) -> None:
         """Begins transfers while the op runs, which ends at `until`."""
         while True:
-            read = self.free_at[self.lanes[0]] < until and self._read_next(event, until)
+            read = self.free_at[self.lanes[0]] < until and self._read_next(event)
             written = self._write_next(event, until)
             if not read and not written:
                 return
 
-    def _read_next(self, event: int, until: float) -> bool:
+    def _read_next(self, event: int) -> bool:
         """Begins to read the absent block that is touched next. False: there is none, or no room."""
         while self.missing:
             use, k = self.missing[0]
@@ -218,7 +214,7 @@ class _Pager(Cycle):
         """Begins to write a block that will leave. False: there is none, or the link is busy."""
         while self.to_write and self.free_at[self.lanes[1]] < until:
             k = self.to_write.popleft()
-            if self.state[k] == RESIDENT and self.dirty[k] and not self._unneeded(k):
+            if self.state[k] == RESIDENT and self._has_to_be_written(k):
                 self.write(k, event)
                 return True
         return False

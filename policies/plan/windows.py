@@ -11,6 +11,7 @@ windows.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,8 +69,8 @@ def _gaps(p: Program) -> list[_Gap]:
         for begin, (owner, number, end) in zip(b.touches, ends, strict=False):
             if (owner, end % n) in born:
                 continue  # it has died in between
-            earlier = [event for event in changes if event <= begin]
-            changed = earlier[-1] if earlier else changes[-1] - n if changes else begin
+            earlier = bisect_right(changes, begin)
+            changed = changes[earlier - 1] if earlier else changes[-1] - n if changes else begin
             found.append(_Gap((owner, number), b.size, max(changed, begin - n), begin, end, bool(changes)))
     return found
 

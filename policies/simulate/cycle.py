@@ -123,7 +123,7 @@ class Cycle:
         """Begins transfers while the event runs, which ends at `until`."""
 
     def ready(self, event: int, wanted: Iterable[int]) -> float:
-        """When the event can begin: these blocks are read."""
+        """When the event can begin: the reads of these blocks have ended."""
         return max((self.done_at[k] for k in wanted if self.reading[k]), default=self.now)
 
     def beside(self, event: int, until: float) -> None:

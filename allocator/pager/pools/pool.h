@@ -25,7 +25,8 @@ class Pool {
 
   const c10::Device device;
   mm_arena* const arena;
-  Session& session;  // whose budgets open over this pool; one is open over it while session.open and session.pool is it
+  // Its budgets open over this pool. One is open over it while `session.open` is true and `session.pool` is this pool.
+  Session& session;
   bool on_host() const { return device.is_cpu(); }
 
   // The deleter that marks a DataPtr as the pool's.

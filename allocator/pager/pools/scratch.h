@@ -16,7 +16,7 @@ struct Taking {
   int fill = -1;             // the byte that fills memory of the host's pool; below 0: none
   int64_t scratch = 0;       // bytes taken and not freed
   int64_t scratch_peak = 0;  // their high-water mark
-  // Of an op that is timed on a device: points before and after each search for memory. In between the device runs no
+  // Points before and after each search for memory of an op that is timed on a device. In between the device runs no
   // kernel of the op, and may wait for the host or for a former user of the memory. Null: no op is timed.
   mm_points* points = nullptr;
   std::vector<std::pair<int, int>> searches;
