@@ -154,11 +154,11 @@ class Native {
     if (!place) return nullptr;
     const uint64_t limit = Limit(*place), live = mm_arena_resident(mm_device_arena(place->memory));
     if (live > limit || limit - live < keep_free + bytes) return nullptr;
-    const c10::cuda::CUDAGuard here(ordinal_of(ordinal));
     try {
+      const c10::cuda::CUDAGuard here(ordinal_of(ordinal));
       return Ask(bytes, false, [&] { return torchs->raw_alloc_with_stream(bytes, static_cast<cudaStream_t>(home)); });
     } catch (const NoRoom&) {
-    } catch (const c10::OutOfMemoryError&) {
+    } catch (const c10::Error&) {  // a device that fails: the op that needs the bytes raises it
     }
     return nullptr;
   }

@@ -603,6 +603,30 @@ def unwound(mode: str, seed: int) -> dict[str, Any]:
     return out
 
 
+def broken(mode: str, seed: int) -> dict[str, Any]:
+    """A kernel fails while cells leave and come back: calls of the driver return an error from then on."""
+    handles = _start(mode, seed)
+    out: dict[str, Any] = {}
+    try:
+        # With `verify` each departure is summed, and each return compared.
+        with memmgr.budget("8MB", device=DEVICE, quiet=True, host="8MB", policy="offload", verify=True, _plan=False):
+            native = binding.load()
+            x, y = torch.ones(1 << 18).to(DEVICE), torch.ones(1 << 18).to(DEVICE) * 2
+            out["left"] = native.take_away(y, 1)
+            out["begun"] = native.read_ahead(y)
+            torch.accelerator.synchronize()
+            handles.fake.fake_break(700)
+            native.drain()
+            out["left broken"] = native.take_away(x, 1)
+            try:
+                torch.empty(7 << 20, dtype=torch.uint8, device=DEVICE)  # the cells that it evicts cannot be summed
+            except RuntimeError as error:
+                out["error"] = str(error)
+    except RuntimeError as error:
+        out["at its end"] = str(error)
+    return out
+
+
 def armed(mode: str, seed: int) -> dict[str, Any]:
     """`MEMMGR_BUDGET` in the environment, and the device by the name that torch knows before it is registered."""
     _start(mode, seed)

@@ -182,7 +182,9 @@ class DevicePool final : public Pool {
     check(mm_device_fetch(memory_, to, from, nbytes, stream()), "read");
   }
   void check(int error, const char* what) const {
-    TORCH_CHECK(error == 0, "memmgr: bytes on ", device.str(), " cannot be ", what, ": error ", error);
+    if (C10_LIKELY(error == 0)) return;
+    throw_if_broken();
+    TORCH_CHECK(false, "memmgr: bytes on ", device.str(), " cannot be ", what, ": error ", error);
   }
 
   mm_device* const memory_;

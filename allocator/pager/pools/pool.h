@@ -64,6 +64,7 @@ class Pool {
   virtual const char* out_of_memory_words() const = 0;
   // Returns the reason why the device fails every call; empty: it works. With a reason, an error is not about memory.
   virtual std::string broken() const { return {}; }
+  void throw_if_broken() const;
   virtual mm_device* queue() const { return nullptr; }
   virtual mm_stream stream() const { return nullptr; }           // the calling thread's
   virtual mm_stream opened_on() const { return nullptr; }        // current when the budget was opened

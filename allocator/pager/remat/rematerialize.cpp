@@ -170,6 +170,7 @@ class Input {
           mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
         } else {
           const int wrong = mm_tier_read_now(pinned_->pool->session.tier, pinned_->slot, aside_.get());
+          if (wrong < 0) pinned_->pool->throw_if_broken();
           TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
         }
       }

@@ -64,7 +64,11 @@ void shorten(uint64_t room, size_t most) {
 }
 
 void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
-  pool->scribble(bytes.get(), nbytes);
+  try {
+    pool->scribble(bytes.get(), nbytes);
+  } catch (const c10::Error&) {  // the device fails: the program's next allocation tells it
+    return;
+  }
   Buried& b = buried();
   {
     const Hold lock(b.lock);
@@ -82,8 +86,8 @@ bool in_the_sample(const Pool* pool, uint64_t nbytes) {
 }
 
 // One eviction, of a cell that the caller has made busy, in stages. Each stage that is false ends it, and the cell
-// stays. A stage gives the graph's lock up while it reads, writes or frees bytes, so facts found before may have
-// changed.
+// stays. No stage raises an error: the cell would stay busy, and so would the victims chosen with it. A stage gives the
+// graph's lock up while it reads, writes or frees bytes, so facts found before may have changed.
 class Eviction {
  public:
   // `let_go_of` drops the reference to the storage.
@@ -153,10 +157,7 @@ class Eviction {
   }
 
   // The checksum is taken before the bytes are written: a device would otherwise wait for that copy before it goes on.
-  bool take_sum(Hold* lock) {
-    if (session_.options.verify || in_the_sample(pool_, c_->nbytes)) sum_up(lock);
-    return true;
-  }
+  bool take_sum(Hold* lock) { return !(session_.options.verify || in_the_sample(pool_, c_->nbytes)) || sum_up(lock); }
 
   bool choose_again_locked() {
     if (packed_) return true;
@@ -198,8 +199,7 @@ class Eviction {
 
   bool take_sum_for_recipe(Hold* lock) {
     if (!drop_ || !c_->version->recipe->checked || sum_.taken()) return true;
-    sum_up(lock);
-    return sum_.taken() && may_be_dropped_locked(c_);
+    return sum_up(lock) && sum_.taken() && may_be_dropped_locked(c_);
   }
 
   void publish_absent(Hold* lock) {
@@ -237,10 +237,16 @@ class Eviction {
     released_ = c_->nbytes - packed_;
   }
 
-  void sum_up(Hold* lock) {
+  // False: the device fails, and the cell stays. The program's next allocation or copy tells it.
+  bool sum_up(Hold* lock) {
     const void* from = c_->bytes.get();
     const Unlocked free(lock);
-    sum_ = pool_->begin_sum(from, c_->nbytes);
+    try {
+      sum_ = pool_->begin_sum(from, c_->nbytes);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return true;
   }
 
   void end_bytes() {

@@ -117,9 +117,7 @@ static uint64_t may_leave_bytes() {
 
 void throw_out_of_memory(Pool& pool, uint64_t request) {
   Session& session = pool.session;
-  if (const std::string why = pool.broken(); !why.empty())
-    TORCH_CHECK(false, "memmgr: ", pool.device.str(), " answers nothing any more: ", why,
-                ". An earlier kernel failed; CUDA_LAUNCH_BLOCKING=1 shows which.");
+  pool.throw_if_broken();
   const uint64_t limit = mm_arena_budget(pool.arena), resident = mm_arena_resident(pool.arena);
   const uint64_t taken = rounded(request);
   const uint64_t refused = taken + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));

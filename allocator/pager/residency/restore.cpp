@@ -83,6 +83,7 @@ static at::DataPtr copy_back(Cell* c, Absence* absence) {
   const int wrong = mm_tier_read_now(session.tier, c->slot, bytes.get());
   if (wrong >= 0) return bytes;
   if (has_file_copy(c)) throw_file_failed(c, -wrong);
+  c->pool->throw_if_broken();
   session.note_tier_error(-wrong);
   TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
               " bytes back: ", std::strerror(-wrong),

@@ -56,12 +56,21 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
   note_moved_locked(c, true);
 }
 
-// Ends a read and makes the cell resident. If the read failed, or the bytes are known not to match their checksum, the
+// False: the bytes do not match their checksum, or the device fails and does not say.
+bool is_right(const Read& r) {
+  try {
+    return restored_sum_agrees(r.cell, r.bytes.get());
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+// Ends a read and makes the cell resident. If the read failed, or the bytes are not known to be right, the
 // cell stays absent: the next touch reads again and raises the error.
 void end_read(Read r, int result, uint64_t waited_ns = 0) {
   if (result < 0) r.cell->pool->session.note_tier_error(-result);
   const mm_stream filled_on = r.cell->pool->home(r.bytes.get());
-  const bool good = result >= 0 && restored_sum_agrees(r.cell, r.bytes.get());
+  const bool good = result >= 0 && is_right(r);
   bool last;
   {
     Trash trash;
