@@ -385,8 +385,8 @@ class Pager:
     def unpage_kernels(self) -> None:
         """All kernels run, and buffers are allocated, as they were before."""
 
-    def call_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a compiled graph that is the forward of a training."""
+    def call_graph(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
+        """Calls a compiled graph that is paged launch by launch. `forward`: it is that of a training."""
 
     def objects_of(self, types: tuple[type, ...], libraries: list[str] | None = None) -> list[Any]:
         """The objects of these types that the garbage collector tracks, and the functions that pybind11 has bound in these libraries..

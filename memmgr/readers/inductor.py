@@ -85,9 +85,8 @@ class PagedGraphs:
         how results are made, although gradient mode is off.
         """
         facts = getattr(args[0], "fx_kwargs", {})
-        if facts.get("is_inference", True) or facts.get("is_backward", True):
-            return function(*args, **kwargs)
-        return self._pager.call_forward(function, args, kwargs)
+        forward = not (facts.get("is_inference", True) or facts.get("is_backward", True))
+        return self._pager.call_graph(function, args, kwargs, forward)
 
     def remove(self) -> None:
         """Kernels run as they were."""

@@ -220,6 +220,23 @@ def test_none_opens_inside_of_a_compiled_function() -> None:
         assert torch.ones(8).sum() == 8
 
 
+@pytest.mark.parametrize("static", [True, False])
+def test_tensors_that_a_compiler_has_left_have_no_memory(static: bool) -> None:
+    """After an error in tracing some of AOTAutograd's functional tensors live on. Their sizes may be symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def outside() -> float:
+        with memmgr.budget("100MB", quiet=True) as mm:
+            assert torch.ones(8).sum() == 8
+            return mm.stats()["outside_bytes"]
+
+    before = outside()
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(512, 512), static_shapes=static)
+    left = torch._to_functional_tensor(fake)  # type: ignore[attr-defined]
+    assert type(left) is torch.Tensor and outside() == before
+
+
 BEFORE = """
 import contextlib
 import sys

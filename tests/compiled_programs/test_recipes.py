@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from threads import one_thread  # noqa: F401  a fixture
+from threads import in_threads, one_thread  # noqa: F401  a fixture
 
 import memmgr
 from memmgr.native import binding
@@ -153,6 +153,38 @@ def test_threads_in_compiled_graphs_wait_for_one_another(mixed: Callable[..., An
         assert wrong == []
     finally:
         mixed.train()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_of_a_launch_leave_while_its_input_is_made_again(training: bool) -> None:
+    """The input, the tensor from which it is made and the result do not fit together. The launch alone needs two of them."""
+    weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=training)
+    compiled = torch.compile(lambda x: (x * weight).sin(), dynamic=False)
+    torch.manual_seed(1)
+    x, by = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH)
+    want = compiled(x @ by).detach()
+    with memmgr.budget(f"{int(2.5 * x.nbytes)}B", quiet=True) as mm:
+        x = x.clone()
+        for _ in range(2):  # the first one is a trial
+            y = x @ by
+        native = binding.load()
+        assert native.describe(y)["recipe"] and native.take_away(y, 0) > 0
+        assert torch.equal(compiled(y).detach(), want)
+        assert mm.stats()["rematerializations"] > 0
+
+
+@pytest.mark.parametrize("other", ["convolutions", pytest.param("broken", marks=pytest.mark.slow)])
+def test_trainings_in_two_threads_have_their_own_bits(other: str) -> None:
+    """Results of each are evicted and made again while the other one launches. Neither draws in its graphs."""
+    trainings = [Training("convolutions"), Training(other)]
+    want = [training.run() for training in trainings]
+    needs = [measured(training.run) for training in trainings]
+    floor = sum(need["floor_bytes"] for need in needs)
+    with budget(int(1.05 * floor))() as mm:
+        found: list[list[str]] = [[], []]
+        in_threads(lambda i: found[i].extend(trainings[i].run() for _ in range(8)), range(2))
+        assert found == [[bits] * 8 for bits in want]
+        assert mm.stats()["rematerializations"] > 0 and mm.stats()["reloads"] > 0
 
 
 SOURCE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +96,9 @@ def _run(folder: Path, callbacks: list[Any], resume: str = "", **how: Any) -> Ou
     """The logged figures, and the bits at the end. The trainer is freed then: its tensors would count for the next one."""
     trainer = _trainer(folder, callbacks, **how)
     trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
-    bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in trainer.model.parameters())
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    tensors = [*trainer.model.state_dict().values(), *states]
+    bits = b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
     return trainer.state.log_history, hashlib.sha256(bits).hexdigest()
 
 
@@ -133,6 +136,40 @@ def test_lora_with_accumulation_evaluation_save_and_resume(tmp_path: Path, check
     again = _run(tmp_path / "managed", [callback], resume="checkpoint-2", **how)
     assert _without_ours(again) == _without_ours(_run(tmp_path / "plain", [], resume="checkpoint-2", **how))
     assert again[1] == plain[1] and budgets.current() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.slow  # each run traces its model anew, 6 s of a processor; tests/compiled_programs trains such models
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_compiled_model_has_the_bits_of_the_plain_compiled_run(
+    tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    from memmgr.integrations import MemmgrCallback
+
+    how: dict[str, Any] = {"torch_compile": True, "lora": lora, "eval_strategy": "no", "save_strategy": "no"}
+    torch.set_num_threads(1)
+
+    def run(*callbacks: MemmgrCallback) -> tuple[Outcome, int]:
+        torch._dynamo.reset()  # it compiles a forward for eight models at most
+        counters.clear()
+        return _without_ours(_run(tmp_path, list(callbacks), **how)), counters["stats"]["unique_graphs"]
+
+    plain = run()
+    assert plain[1] > 0
+    measured = MemmgrCallback(None, quiet=True)
+    assert run(measured) == plain
+    need, floor = measured.stats()["unmanaged_peak_bytes"], measured.stats()["floor_bytes"]
+    for policy, share in [
+        ("torture", 0.75),
+        ("evict", 0.75),
+        *itertools.product(("auto", "offload"), (0.75, 0.5, 0.35)),
+    ]:
+        callback = MemmgrCallback(max(int(share * need), int(1.05 * floor)), policy=policy, quiet=True)
+        assert run(callback) == plain, (policy, share)
+        assert callback.stats()["evictions"] + callback.stats()["offloads"] > 0
 
 
 def test_where_ones_own_checkpointing_is_not_needed_the_summary_says_so(

@@ -10,6 +10,7 @@ thread_local int tl_depth = 0;
 thread_local int tl_regions = 0;
 thread_local bool tl_making_states = false;
 thread_local uint64_t tl_compiled_forward = 0;
+thread_local uint64_t tl_compiled_graph = 0;
 thread_local int tl_readers = 0;
 thread_local int tl_running_recipes = 0;
 thread_local ForeignScope* tl_foreign = nullptr;

@@ -14,6 +14,9 @@ extern thread_local bool tl_making_states;
 // The number of the call of a compiled graph that this thread is in, if that is the forward of a training; 0: it is in
 // none. Such a graph runs without gradient mode, and a backward needs its tensors.
 extern thread_local uint64_t tl_compiled_forward;
+// The number of the call of a compiled graph that is paged launch by launch and that this thread is in; 0: it is in
+// none.
+extern thread_local uint64_t tl_compiled_graph;
 // Calls of raw readers that this thread is in. They have declared their writes.
 extern thread_local int tl_readers;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/lock.h"
+#include "base/thread_state.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
@@ -243,6 +244,8 @@ void end_newborn_locked(Cell* c) {
   forget_newborn_locked(c);
   stand_unpinned_locked(c);
 }
+
+bool is_blank(const Cell* c) { return c->blank_in && c->blank_in == tl_compiled_graph && c->version->uninitialized; }
 
 bool others_have_newborns() {
   const int64_t all = newborns.load(std::memory_order_relaxed);

@@ -131,6 +131,8 @@ void count_held_locked(Cell* c);  // called when another reason to keep the cell
 // The cell is uninitialized: it is pinned until an op has touched it (rule 3).
 void begin_newborn_locked(Cell* c);
 void end_newborn_locked(Cell* c);
+// Returns true for a buffer that this call of a compiled graph has allocated, and that nothing has touched since.
+bool is_blank(const Cell* c);
 // Returns true if other threads have newborns. Those can be evicted once their threads go on.
 bool others_have_newborns();
 

@@ -108,7 +108,7 @@ struct Cell {
   bool small = false;     // counted and never paged: a recipe names it, or a reader has written to it
   bool kept = false;      // an orphan that recipes keep by value
   bool given_up = false;  // a budget that has ended could not restore it, and has reported that
-  // The call of a compiled forward that has allocated it without an op (tl_compiled_forward); 0: there is none. Until
+  // The call of a compiled graph that has allocated it without an op (tl_compiled_graph); 0: there is none. Until
   // that call ends no foreign code has the cell, so an uninitialized version of it has no bytes that count.
   uint64_t blank_in = 0;
   Purpose purpose = Purpose::kOther;

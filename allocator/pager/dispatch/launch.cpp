@@ -322,7 +322,7 @@ void begin_buffer(c10::StorageImpl* s) {
   const Hold lock(graph_lock());
   Cell* c = adopt_locked(the_session, s, 0, ticks(), large);
   if (!c) return;
-  c->blank_in = tl_compiled_forward;
+  c->blank_in = tl_compiled_graph;
   if (c->small)
     c->version->uninitialized = true;
   else
@@ -390,12 +390,17 @@ bool page_buffers(PyObject* function) {
   return true;
 }
 
-PyObject* call_forward(PyObject* function, PyObject* args, PyObject* kwargs) {
+PyObject* call_graph(PyObject* function, PyObject* args, PyObject* kwargs, bool forward) {
   static std::atomic<uint64_t> calls{0};
-  struct Forward {
-    const uint64_t before = std::exchange(tl_compiled_forward, ++calls);
-    ~Forward() { tl_compiled_forward = before; }
-  } const forward;
+  struct Inside {
+    const uint64_t graph = tl_compiled_graph, forward = tl_compiled_forward;
+    ~Inside() {
+      tl_compiled_graph = graph;
+      tl_compiled_forward = forward;
+    }
+  } const before;
+  tl_compiled_graph = ++calls;
+  if (forward) tl_compiled_forward = tl_compiled_graph;
   return PyObject_Call(function, args, kwargs);
 }
 

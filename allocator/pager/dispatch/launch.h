@@ -18,8 +18,8 @@ bool page_kernel(PyObject* function, const std::string& key, const std::string& 
 bool page_buffers(PyObject* function);
 // Makes all kernels, and the allocation of buffers, run as they did before.
 void unpage_kernels();
-// Calls a compiled graph that is the forward of a training: its ops and launches have recipes, although it runs without
-// gradient mode. The GIL is held.
-PyObject* call_forward(PyObject* function, PyObject* args, PyObject* kwargs);
+// Calls a compiled graph. `forward`: it is that of a training, whose ops and launches have recipes, although it runs
+// without gradient mode. The GIL is held.
+PyObject* call_graph(PyObject* function, PyObject* args, PyObject* kwargs, bool forward);
 
 }  // namespace memmgr::pager

@@ -123,6 +123,12 @@ void Frame::end_newborns() {
     }
 }
 
+void Frame::end_blank_newborns() {
+  const Hold lock(graph_lock());
+  for (const Touched& t : cells_)
+    if (t.cell->newborn && is_blank(t.cell)) end_newborn_locked(t.cell);
+}
+
 bool Frame::one_by_one() {
   const auto unpin_all = [&] {
     while (pinned_ > 0) unpin(cells_[--pinned_].cell);
@@ -139,6 +145,7 @@ bool Frame::one_by_one() {
   }
   if (any && all) {
     unpin_all();
+    end_blank_newborns();
     for (const Touched& t : cells_) {
       pin(t.cell, ticks());
       pinned_ = 0;

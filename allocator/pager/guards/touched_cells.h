@@ -82,6 +82,9 @@ class Frame {
   // Restores evicted cells one at a time and offloads each, then reads all of them back. Rematerialization takes room
   // in addition to the op's pins: this way nothing else is pinned while it runs. Needs a tier.
   bool one_by_one();
+  // Lets buffers of a compiled graph leave before their first launch or op, which is this one. No address of theirs has
+  // been handed out, so no code can have written to them.
+  void end_blank_newborns();
 
   Session& session_;
   c10::SmallVector<Touched, 12> cells_;

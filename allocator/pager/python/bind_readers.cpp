@@ -199,8 +199,8 @@ bool py_page_kernel(Object function, const std::string& key, const std::string& 
 
 bool py_page_buffers(Object function) { return page_buffers(function.object); }
 
-Object py_call_forward(Callable function, Arguments args, Keywords kwargs) {
-  return {call_forward(function.object, args.object, kwargs.object)};
+Object py_call_graph(Callable function, Arguments args, Keywords kwargs, bool forward) {
+  return {call_graph(function.object, args.object, kwargs.object, forward)};
 }
 
 List py_objects_of(Types types, std::optional<TextList> libraries) {
@@ -262,8 +262,8 @@ void bind_readers(Module& m) {
                           "Makes the buffers that compiled graphs allocate by this function cells. False: it is no "
                           "function of C with positional arguments.");
   m.def<&unpage_kernels>("unpage_kernels", "", "All kernels run, and buffers are allocated, as they were before.");
-  m.def<&py_call_forward>("call_forward", "function, args, kwargs",
-                          "Calls a compiled graph that is the forward of a training.");
+  m.def<&py_call_graph>("call_graph", "function, args, kwargs, forward",
+                        "Calls a compiled graph that is paged launch by launch. `forward`: it is that of a training.");
   m.def<&py_objects_of>("objects_of", "types, libraries=None",
                         "The objects of these types that the garbage collector tracks, and the functions that pybind11 "
                         "has bound in these libraries.");

@@ -287,7 +287,9 @@ std::vector<std::string> py_written_arguments(const std::string& op, const std::
 }  // namespace
 
 std::optional<StorageInfo> info_of_storage(const at::Tensor& t) {
-  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !the_session.pool ||
+  // The storage of a functional tensor has no memory, and its size may be a symbol, which has no number.
+  if (!t.defined() || t.key_set().has(c10::DispatchKey::Functionalize)) return std::nullopt;
+  if (!t.unsafeGetTensorImpl()->has_storage() || !the_session.pool ||
       t.device().type() != the_session.pool->device.type() ||
       (!t.device().is_cpu() && t.device().index() != the_session.pool->device.index()))
     return std::nullopt;

@@ -88,8 +88,6 @@ TensorArg& add_tensor(Recipe* recipe, const c10::TensorImpl* t, size_t argument,
   return a;
 }
 
-bool is_blank(const Cell* c) { return c->blank_in && c->blank_in == tl_compiled_forward && c->version->uninitialized; }
-
 bool is_value(const TensorArg& a, const c10::TensorImpl* t) {
   return a.storage_bytes <= sizeof a.value && t->numel() <= 1 && t->device().is_cpu() &&
          t->unsafe_storage().unsafeGetStorageImpl()->data();

@@ -31,8 +31,6 @@ void discard(std::unique_ptr<Recipe> recipe);
 // Parts of a description. Returns the recipe's new entry for a tensor, with its geometry. The hash gets that, too, and
 // `facts`.
 TensorArg& add_tensor(Recipe* recipe, const c10::TensorImpl* t, size_t argument, uint64_t facts, HashOf<false>* hash);
-// Returns true for a buffer that this call of a compiled forward has allocated, and that nothing has touched since.
-bool is_blank(const Cell* c);
 // Returns true for a number that is kept by value.
 bool is_value(const TensorArg& a, const c10::TensorImpl* t);
 // Completes a description: numerics, signature, and the versions of `cells` as inputs. Null: it cannot be run again.
