@@ -205,6 +205,7 @@ int mm_tier_use(mm_tier* tier, mm_slot slot, mm_stream stream) { return Of(tier)
 const void* mm_tier_bytes(mm_tier* tier, mm_slot slot) { return Of(tier)->Bytes(slot); }
 uint64_t mm_tier_ended(mm_tier* tier) { return Of(tier)->Ended(); }
 int mm_tier_poll(mm_tier* tier, mm_slot slot) { return Of(tier)->Poll(slot); }
+int mm_tier_known(mm_tier* tier, mm_slot slot) { return Of(tier)->Known(slot); }
 int mm_tier_wait(mm_tier* tier, mm_slot slot) { return Of(tier)->Wait(slot); }
 void mm_tier_free(mm_tier* tier, mm_slot slot) {
   Guarded(0, [&] { return Of(tier)->Free(slot), 0; });

@@ -18,14 +18,14 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kGiB = uint64_t{1} << 30;
-constexpr uint64_t kSmallLimit = 8192;
 constexpr int kLargeUnitShift = std::countr_zero(uint64_t{MM_UNIT});
 constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; keeps the sums from overflowing
 // Reclaims in a row after which resident bytes were never lower than before: the callback frees no bytes in spite of
 // its result, or other threads take all of them.
 constexpr int kPatience = 1024;
-constexpr uint64_t kChunks = 1024;      // in the budget, before it is known which blocks lack pages
-constexpr uint64_t kMostChunks = 8192;  // in the budget
+constexpr uint64_t kChunks = 1024;         // in the budget, before it is known which blocks lack pages
+constexpr uint64_t kMostChunks = 8192;     // in the budget
+constexpr uint64_t kSmallInBudget = 4096;  // the longest small blocks
 constexpr uint64_t kLeastChunk = uint64_t{64} << 10;
 constexpr uint64_t kAddresses = 4;  // times the budget, where blocks are aligned
 // Pages given back so often for one try, each time taken by others before us.
@@ -104,7 +104,8 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
     const uint64_t shared = RoundUp(areas.shared_bytes, pages.page_bytes);
     char* base = static_cast<char*>(pages.reserve(pages.user, large + small + shared));
     if (base != nullptr)
-      return new Arena(pages, base, {large, least, small, areas.small_unit_shift, shared}, budget_bytes);
+      return new Arena(pages, base, {large, least, small, areas.small_unit_shift, shared, areas.most_small},
+                       budget_bytes);
     if (large <= RoundUp(least, pages.page_bytes)) break;
   }
   *wrong = "cannot reserve " + std::to_string(least) + " bytes of addresses";
@@ -119,8 +120,11 @@ Arena::Arena(const PageOps& pages, char* base, const Areas& areas, uint64_t budg
       debug_(getenv("MEMMGR_DEBUG") != nullptr && strcmp(getenv("MEMMGR_DEBUG"), "1") == 0),
       large_(pages, &sets_, base, areas.large_bytes, kLargeUnitShift),
       small_(pages, &sets_, base + areas.large_bytes, areas.small_bytes, areas.small_unit_shift),
+      most_small_(areas.most_small),
+      small_limit_(areas.most_small),
       budget_bytes_(budget_bytes) {
   ChooseChunk();
+  ChooseSmall();
   WatchForks();
 }
 
@@ -272,9 +276,15 @@ void Arena::SetBudget(uint64_t bytes) {
   Hold hold(lock_);
   budget_bytes_.store(bytes, std::memory_order_relaxed);
   ChooseChunk();
+  ChooseSmall();
   if (forked()) return;
   ObeyBudgetNow(&hold);
   Verify("set_budget");
+}
+
+// Without a limit it stays as it was: blocks that come back when a budget closes are placed as they were in it.
+void Arena::ChooseSmall() {
+  if (budget() < kAbsurdBytes) small_limit_ = std::clamp(budget() / kSmallInBudget, kLeastSmall, most_small_);
 }
 
 void Arena::SetOutside(uint64_t bytes) {
@@ -492,7 +502,7 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
 // From the pool's own memory: it is held already, so the budget does not matter.
 void* Arena::TryPool(Request* request) {
   for (Heap* heap : {&small_, &large_}) {
-    if (heap == &small_ && request->requested_bytes > kSmallLimit) continue;
+    if (heap == &small_ && request->requested_bytes > small_limit_) continue;
     request->bytes = RoundUpTo(request->requested_bytes, heap->unit_shift());
     const Spot spot = heap->FindPooled(request->order->pool, request->bytes, request->order->allowed);
     if (spot.run != nullptr) return HandOut(heap, heap->Take(spot, request->bytes, request->requested_bytes), request);
@@ -506,7 +516,7 @@ void* Arena::Try(Request* request) {
   if (request->order != nullptr && request->order->pool != 0) {
     if (void* p = TryPool(request)) return p;
   }
-  Heap* heap = request->requested_bytes <= kSmallLimit ? &small_ : &large_;
+  Heap* heap = request->requested_bytes <= small_limit_ ? &small_ : &large_;
   request->bytes = RoundUpTo(request->requested_bytes, heap->unit_shift());
   request->need = Shortage(request->bytes);
   if (request->need > 0) return nullptr;
@@ -904,7 +914,7 @@ int64_t Arena::Choose(int how, uint64_t need, uint64_t request, double now, mm_v
   if (forked()) return -1;
   const auto start = std::chrono::steady_clock::now();
   // A small block that is short of no bytes wants a run after all: its own area is full.
-  const bool run_wanted = remap_ != MM_REMAP_FIRST && (request > kSmallLimit || need == 0);
+  const bool run_wanted = remap_ != MM_REMAP_FIRST && (request > small_limit_ || need == 0);
   chooser_.Gather(large_.first(), large_.last(), large_.blocks(), Limit(), now, staleness_exponent_);
   const bool found = chooser_.Choose(static_cast<Search>(how), {run_wanted ? request : 0, need});
   const auto took = std::chrono::steady_clock::now() - start;

@@ -50,6 +50,8 @@ struct StreamOrder {
   uint64_t frees = 0;                   // out: of the arena, up to then
 };
 
+constexpr uint64_t kLeastSmall = 8192;
+
 // The lengths of the two areas. `least_large`: the length of the large one that suffices where addresses are few.
 struct Areas {
   uint64_t large_bytes;
@@ -57,6 +59,9 @@ struct Areas {
   uint64_t small_bytes;       // 0: an eighth of the large one
   int small_unit_shift = 6;   // small blocks lie at multiples of 1 << this
   uint64_t shared_bytes = 0;  // addresses for sites (shared_frames.h)
+  // The longest request that is small, as far as the budget is long. A block that lives on holds its whole page, and
+  // those that fill little of a page lie together.
+  uint64_t most_small = kLeastSmall;
 };
 
 class Arena final : private ForkAware {
@@ -219,6 +224,7 @@ class Arena final : private ForkAware {
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);
   void ChooseChunk();
+  void ChooseSmall();
   // Pages that were given back for a request and not used for it have no owner.
   void LetGo() {
     if (waits()) pages_.let_go(pages_.user);
@@ -248,6 +254,8 @@ class Arena final : private ForkAware {
   TouchedSets sets_;
   Heap large_;
   Heap small_;
+  const uint64_t most_small_;
+  uint64_t small_limit_;  // the longest small request
   std::vector<Shared> shared_;
   Places* places_ = nullptr;           // of the period that runs
   SharedFrames* following_ = nullptr;  // theirs

@@ -87,6 +87,7 @@ bool Device::OpenArena(uint64_t budget_bytes, int memory, std::string* wrong) {
     areas.least_large_bytes = std::max<uint64_t>(budget, page);
     areas.large_bytes = std::max(4 * static_cast<uint64_t>(total_bytes), 2 * std::min(budget, uint64_t{1} << 44));
     areas.shared_bytes = areas.large_bytes;
+    areas.most_small = std::max(areas.most_small, page / 16);
   }
   arena_.reset(Arena::Create(pages_.ops(), budget_bytes, areas, wrong));
   if (arena_ == nullptr) return false;

@@ -141,6 +141,10 @@ int mm_device_fill(mm_device* device, void* p, int byte, size_t bytes, mm_stream
                    [&](auto& kernels) { return kernels.Fill(p, static_cast<unsigned char>(byte), bytes, stream); });
 }
 
+int mm_device_delay(mm_device* device, uint64_t nanoseconds, mm_stream stream) {
+  return OnKernels(device, [&](auto& kernels) { return kernels.Delay(nanoseconds, stream); });
+}
+
 int mm_device_same(mm_device* device, const void* a, const void* b, size_t bytes, mm_stream stream, int* same) {
   bool found = false;
   const int error = OnKernels(device, [&](auto& kernels) { return kernels.Same(a, b, bytes, stream, &found); });

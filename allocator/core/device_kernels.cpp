@@ -90,6 +90,7 @@ bool DeviceKernels::Load() {
   if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&same_, module_, "mm_same");
   if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&fill_, module_, "mm_fill");
   if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&word_, module_, "mm_word");
+  if (error == CUDA_SUCCESS) error = driver_.ModuleGetFunction(&delay_, module_, "mm_delay");
   if (error == CUDA_SUCCESS) error = driver_.MemAlloc(&words_, kWords * sizeof(uint64_t));
   if (error == CUDA_SUCCESS) {
     void* fetched = nullptr;
@@ -200,6 +201,14 @@ int DeviceKernels::Fill(void* p, unsigned char byte, uint64_t bytes, CUstream st
   const Using driver(this);
   if (const int refused = driver.MayQueue(stream); refused != 0) return refused;
   return Noted(LaunchFill(reinterpret_cast<CUdeviceptr>(p), byte * 0x0101010101010101u, bytes, stream));
+}
+
+int DeviceKernels::Delay(uint64_t nanoseconds, CUstream stream) {
+  if (!Ready()) return -ENOSYS;
+  const Using driver(this);
+  if (const int refused = driver.MayQueue(stream); refused != 0) return refused;
+  void* arguments[] = {&nanoseconds};
+  return Noted(driver_.LaunchKernel(delay_, 1, 1, 1, 1, 1, 1, 0, stream, arguments, nullptr));
 }
 
 int DeviceKernels::Same(const void* a, const void* b, uint64_t bytes, CUstream stream, bool* same) {

@@ -39,6 +39,7 @@ class DeviceKernels {
 
   // 0 or -errno: -ENOSYS where Ready is false, -EBUSY while `stream` is being captured (nothing is queued then).
   int Fill(void* p, unsigned char byte, uint64_t bytes, CUstream stream);
+  int Delay(uint64_t nanoseconds, CUstream stream);
   // These return when the stream has reached the result.
   int Same(const void* a, const void* b, uint64_t bytes, CUstream stream, bool* same);
   int Sum(const void* p, uint64_t bytes, CUstream stream, uint64_t* sum);
@@ -84,7 +85,7 @@ class DeviceKernels {
   const int ordinal_;
   std::atomic<int> state_{kUnknown};
   CUmodule module_ = nullptr;
-  CUfunction sum_ = nullptr, same_ = nullptr, fill_ = nullptr, word_ = nullptr;
+  CUfunction sum_ = nullptr, same_ = nullptr, fill_ = nullptr, word_ = nullptr, delay_ = nullptr;
   CUdeviceptr words_ = 0;
   uint64_t* fetched_ = nullptr;  // the words' page-locked copies
 

@@ -575,6 +575,32 @@ $L__BB3_2:
 	ret;
 
 }
+	// .globl	mm_delay
+.visible .entry mm_delay(
+	.param .u64 mm_delay_param_0
+)
+{
+	.reg .pred 	%p<2>;
+	.reg .b64 	%rd<6>;
+
+
+	ld.param.u64 	%rd3, [mm_delay_param_0];
+	// begin inline asm
+	mov.u64 	%rd2, %clock64;
+	// end inline asm
+	shl.b64 	%rd4, %rd3, 1;
+	add.s64 	%rd1, %rd2, %rd4;
+
+$L__BB4_1:
+	// begin inline asm
+	mov.u64 	%rd5, %clock64;
+	// end inline asm
+	setp.lt.s64 	%p1, %rd5, %rd1;
+	@%p1 bra 	$L__BB4_1;
+
+	ret;
+
+}
 
 )PTX";
 

@@ -145,24 +145,26 @@ int HostTier::WaitFor(CUstream waiter, const Operation* operation) {
 }
 
 // Records the operations that have ended. Operations of one stream end in order, so only the oldest is queried.
-void HostTier::Poll() {
-  for (Link& link : links_) {
-    while (!link.under_way.empty()) {
-      const CUresult result = driver().EventQuery(link.under_way.front()->end);
-      if (result == CUDA_ERROR_NOT_READY) break;
-      Finish(&link, result);
-    }
+void HostTier::PollLink(Direction direction) {
+  Link* link = &links_[direction];
+  while (!link->under_way.empty()) {
+    const CUresult result = driver().EventQuery(link->under_way.front()->end);
+    if (result == CUDA_ERROR_NOT_READY) break;
+    Finish(link, result);
   }
 }
 
 // Asks the driver about the oldest operation of one way, and records it if it has ended. The two ways take turns.
-void HostTier::AskOnce() {
+// False: it has not, or there is none.
+bool HostTier::AskOnce() {
   asked_ = asked_ == kRead ? kWrite : kRead;
   Link* link = &links_[asked_];
   if (link->under_way.empty()) link = &links_[asked_ == kRead ? kWrite : kRead];
-  if (link->under_way.empty()) return;
+  if (link->under_way.empty()) return false;
   const CUresult result = driver().EventQuery(link->under_way.front()->end);
-  if (result != CUDA_ERROR_NOT_READY) Finish(link, result);
+  if (result == CUDA_ERROR_NOT_READY) return false;
+  Finish(link, result);
+  return true;
 }
 
 void HostTier::Finish(Link* link, CUresult result) {
@@ -325,7 +327,7 @@ int HostTier::Read(mm_slot id, void* to, Urgency urgency) {
     Hold hold(mutex_);
     Slot* slot = Find(id);
     if (slot == nullptr) return -EBADF;
-    if (!slot->write->done) Poll();  // a write that has failed leaves nothing to read
+    if (!slot->write->done) PollLink(kWrite);  // a write that has failed leaves nothing to read
     if (slot->write->done && slot->write->error != 0) return slot->write->error;
     const int injected = InjectedError(kRead);
     if (injected != 0 && urgency == Urgency::kNow) return injected;
@@ -374,18 +376,25 @@ int HostTier::OrderMemory(mm_slot id) {
   return Find(id) != nullptr ? 0 : -EBADF;
 }
 
-int HostTier::Poll(mm_slot id) {
+int HostTier::Known(mm_slot id) {
   if (forked_.load()) return -ECANCELED;
   Hold hold(mutex_);
-  for (bool looked = false;; looked = true) {
-    const Slot* slot = Find(id);
-    if (slot == nullptr) return -EBADF;
-    const Operation* last = slot->read != nullptr ? slot->read.get() : slot->write.get();
-    if (slot->write->done && last->done) return last->error != 0 ? last->error : 1;
-    if (looked) return 0;
+  const Slot* slot = Find(id);
+  if (slot == nullptr) return -EBADF;
+  const Operation* last = slot->read != nullptr ? slot->read.get() : slot->write.get();
+  if (slot->write->done && last->done) return last->error != 0 ? last->error : 1;
+  return 0;
+}
+
+int HostTier::Poll(mm_slot id) {
+  if (const int known = Known(id)) return known;
+  {
     const InDriver in(device_);
-    Poll();
+    Hold hold(mutex_);
+    PollLink(kWrite);
+    PollLink(kRead);
   }
+  return Known(id);
 }
 
 uint64_t HostTier::Ended() {
@@ -393,7 +402,8 @@ uint64_t HostTier::Ended() {
   Hold hold(mutex_);
   if (!links_[kWrite].under_way.empty() || !links_[kRead].under_way.empty()) {
     const InDriver in(device_);
-    AskOnce();
+    while (AskOnce()) {
+    }
   }
   return links_[kWrite].done + links_[kRead].done;
 }
@@ -442,7 +452,8 @@ mm_slot HostTier::Reserve(uint64_t bytes, bool wait, void** room) {
   const InDriver in(device_);
   if (in.error() != 0) return in.error();
   Hold hold(mutex_);
-  Poll();
+  PollLink(kWrite);
+  PollLink(kRead);
   Slot* slot = nullptr;
   if (const int error = TakeSlot(bytes, wait, &hold, &slot); error != 0) return error;
   const mm_slot id = IdOf(slot);
@@ -480,7 +491,8 @@ void HostTier::Stats(mm_tier_stats* out) {
   if (forked_.load()) return;
   const InDriver in(device_);
   Hold hold(mutex_);
-  Poll();
+  PollLink(kWrite);
+  PollLink(kRead);
   *out = stats_;
   out->capacity_bytes = slab_.capacity_bytes();
 }

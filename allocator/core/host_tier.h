@@ -51,6 +51,7 @@ class HostTier final : public Tier, private ForkAware {
   void Refused(const void* from) override { device_->NoteUse(from, kTail); }
   int Read(mm_slot id, void* to, Urgency urgency) override;
   int Poll(mm_slot id) override;
+  int Known(mm_slot id) override;
   uint64_t Ended() override;
   int Wait(mm_slot id) override;
   void Free(mm_slot id) override;
@@ -128,8 +129,8 @@ class HostTier final : public Tier, private ForkAware {
   int Queue(Direction direction, const Slot& slot, void* block, int error_later, OperationRef* out);
   int WaitForFormerReaders(uint64_t begin, uint64_t end);
   int WaitFor(CUstream waiter, const Operation* operation);
-  void Poll();
-  void AskOnce();
+  void PollLink(Direction direction);
+  bool AskOnce();
   void Finish(Link* link, CUresult result);
   int InjectedError(Direction direction);
   int Synchronize(OperationRef operation, Hold* hold);

@@ -114,7 +114,8 @@ bool Places::Begin(uint64_t page_bytes) {
   // of the next one, so they stay until the plan leaves room for them.
   const bool missed = rows_.empty() || siteless_ > asked_ / kDisplacedShare;
   short_ = lacked_ > 0 && (short_ || !missed);
-  const uint64_t lacked = !missed ? std::max(lacked_, taken_) : short_ ? lacked_ : 0;
+  // A block whose site lacks memory lies elsewhere, and takes memory from sites there: that is no second lack.
+  const uint64_t lacked = short_ ? lacked_ : missed ? 0 : taken_;
   stats_.lacking_periods = lacked > 0 ? stats_.lacking_periods + 1 : 0;
   stats_.lacking_bytes = lacked;
   misses_ = missed && !short_ ? misses_ + 1 : 0;
@@ -215,9 +216,8 @@ void Places::Taken(uint64_t offset, uint64_t bytes, bool sited) {
   if (bytes >= page_bytes_) {
     asked_ += bytes;
     if (!sited) displaced_ += bytes;
-    if (!sited && !lacks_now_) siteless_ += bytes;
+    if (!sited && lacked_ == 0) siteless_ += bytes;
   }
-  lacks_now_ = false;
   Note({position_, offset, bytes});
 }
 

@@ -73,10 +73,7 @@ class Places {
   // A block was handed out. `sited`: at its site.
   void Taken(uint64_t offset, uint64_t bytes, bool sited);
   // So many bytes were missing for the memory of the site of this request.
-  void Lacked(uint64_t bytes) {
-    lacked_ = std::max(lacked_, bytes);
-    lacks_now_ = true;
-  }
+  void Lacked(uint64_t bytes) { lacked_ = std::max(lacked_, bytes); }
   // A block without a site took memory from sites. Not counted while these are mapped, since blocks have other memory
   // then.
   void Took(uint64_t bytes) {
@@ -104,8 +101,7 @@ class Places {
   uint64_t page_bytes_ = 0;
   uint64_t asked_ = 0;      // bytes of this period's requests of a page or more
   uint64_t displaced_ = 0;  // of these, bytes that are at no site
-  uint64_t siteless_ = 0;   // of these, of requests that have no site, or whose site is not free
-  bool lacks_now_ = false;  // the request's site does
+  uint64_t siteless_ = 0;   // of these, of requests before a site lacked memory: they have no site, or it is not free
   bool short_ = false;      // sites have lacked memory in each period since one in which all blocks had theirs
   uint64_t taken_ = 0;      // the most bytes that another block took from sites
   uint64_t lacked_ = 0;     // the most bytes that were missing at a time

@@ -25,6 +25,7 @@ class Tier {
   virtual void Refused(const void* /*from*/) {}
   virtual int Read(mm_slot id, void* to, Urgency urgency) = 0;
   virtual int Poll(mm_slot id) = 0;
+  virtual int Known(mm_slot id) { return Poll(id); }
   // A number that changes whenever an operation has ended since the last look. A look checks the oldest operations.
   virtual uint64_t Ended() { return ++looks_; }
   virtual int Wait(mm_slot id) = 0;

@@ -1332,6 +1332,7 @@ namespace {
 struct Launched {
   std::function<void()> run;
   std::vector<Range> uses;
+  double seconds = 0;  // beside those of the bytes
 };
 
 uint64_t BytesOf(const std::vector<Range>& uses) {
@@ -1396,11 +1397,19 @@ Launched LaunchedWord(void** arguments, uint64_t) {
   return {[=] { *to = *reinterpret_cast<const uint64_t*>(from); }, {{from, from + sizeof(uint64_t)}}};
 }
 
+Launched LaunchedDelay(void** arguments, uint64_t) {
+  return {[] {}, {}, 1e-9 * static_cast<double>(Argument<uint64_t>(arguments, 0))};
+}
+
 struct Kernel {
   const char* name;
   Launched (*launched)(void** arguments, uint64_t threads);
 };
-Kernel kKernels[] = {{"mm_sum", LaunchedSum}, {"mm_same", LaunchedSame}, {"mm_fill", LaunchedFill}, {"mm_word", LaunchedWord}};
+Kernel kKernels[] = {{"mm_sum", LaunchedSum},
+                     {"mm_same", LaunchedSame},
+                     {"mm_fill", LaunchedFill},
+                     {"mm_word", LaunchedWord},
+                     {"mm_delay", LaunchedDelay}};
 
 }  // namespace
 
@@ -1437,7 +1446,8 @@ CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned blocks_y,
     return CUDA_ERROR_INVALID_VALUE;
   Launched launched =
       reinterpret_cast<Kernel*>(function)->launched(arguments, uint64_t{blocks} * uint64_t{threads});
-  const virtual_time::Cost cost = call.fake.time.OfKernel(BytesOf(launched.uses), reinterpret_cast<Kernel*>(function)->name);
+  virtual_time::Cost cost = call.fake.time.OfKernel(BytesOf(launched.uses), reinterpret_cast<Kernel*>(function)->name);
+  cost.seconds += launched.seconds;
   if (call.fake.hollow && BytesOf(launched.uses) > virtual_time::kSolidBytes) launched.run = [] {};
   call.Queue(stream, {.run = std::move(launched.run), .uses = std::move(launched.uses), .cost = cost});
   return CUDA_SUCCESS;

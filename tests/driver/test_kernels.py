@@ -275,6 +275,26 @@ def test_a_pending_sum_waits_for_nothing(on_double: Callable[..., Kernels], driv
     assert [driver.call_count(name) - was for name, was in zip(waits, before, strict=True)] == [0, 0, 1, 0]
 
 
+def test_a_delay_is_a_kernel_that_nobody_waits_for(on_double: Callable[..., Kernels], driver: FakeDriver) -> None:
+    kernels = on_double(LATE)
+    assert kernels.library.mm_device_has_kernels(kernels.handle) == 1
+    before = driver.call_count(b"cuLaunchKernel")
+    assert kernels.library.mm_device_delay(kernels.handle, 3_000_000, kernels.stream) == 0
+    assert driver.call_count(b"cuLaunchKernel") == before + 1
+    assert driver.outstanding(b"work") == 1
+    driver.drain()
+
+
+@pytest.mark.gpu
+def test_a_delay_takes_its_time(library: c.CDLL) -> None:
+    kernels = Kernels(library, None)
+    begun = time.perf_counter()
+    assert kernels.library.mm_device_delay(kernels.handle, 20_000_000, kernels.stream) == 0
+    assert kernels.library.mm_device_synchronize_stream(kernels.handle, kernels.stream) == 0
+    assert 15e-3 < time.perf_counter() - begun < 1  # the clock of a fast device passes 2 GHz
+    kernels.close()
+
+
 def test_only_its_own_stream_is_waited_for(on_double: Callable[..., Kernels], driver: FakeDriver) -> None:
     kernels = on_double(LATE)
     block, beside = kernels.alloc(4096), kernels.alloc(4096)
@@ -347,6 +367,7 @@ def test_nothing_is_queued_on_a_stream_in_capture(on_double: Callable[..., Kerne
     assert library.mm_device_sum_begin(kernels.handle, *where, c.byref(pending)) == CAPTURED
     assert library.mm_device_same(kernels.handle, block, *where, c.byref(same)) == CAPTURED
     assert library.mm_device_fill(kernels.handle, block, 1, 4096, kernels.stream) == CAPTURED
+    assert library.mm_device_delay(kernels.handle, 1000, kernels.stream) == CAPTURED
     assert library.mm_device_synchronize_stream(kernels.handle, kernels.stream) == CAPTURED
     assert driver.call_count(b"cuLaunchKernel") == 0
     # Another stream goes on.
@@ -368,6 +389,7 @@ def test_a_module_that_is_refused_is_not_asked_for_again(
     for _ in range(2):
         assert kernels.library.mm_device_has_kernels(kernels.handle) == 0
         assert kernels.library.mm_device_sum(kernels.handle, block, 4096, kernels.stream, c.byref(out)) == NO_KERNELS
+        assert kernels.library.mm_device_delay(kernels.handle, 1000, kernels.stream) == NO_KERNELS
     assert driver.call_count(b"cuModuleLoadData") == 1
     assert driver.call_count(b"cuLaunchKernel") == 0
     assert driver.outstanding(b"host") == 0

@@ -41,6 +41,15 @@ def test_a_step_takes_the_time_that_its_plan_predicts(seen: Any) -> None:
     assert step["step"] == pytest.approx(step["predicted"] * free["step"], rel=0.1)
 
 
+def test_an_op_that_meets_an_idle_device_only_is_delayed_once_and_then_known() -> None:
+    seen = child.run("idle_ops", module="memdev.timed")
+    first, *later = seen["noted"]
+    assert len(first) == 6 and max(first) < seen["takes"] / 2  # less the host's time for it, which passes before
+    assert len(later) >= 5
+    for sigmoids in later:
+        assert sigmoids == pytest.approx([seen["takes"]] * 6, rel=0.02)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_holds_with_the_bits_of_plain_training(seen: Any, name: str) -> None:
     """Work runs when its virtual time has come, so the result of work that is not waited for is missing."""

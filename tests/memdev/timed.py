@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,6 +23,7 @@ from .scenarios import DEVICE
 import memmgr  # isort: skip
 from memmgr.native import binding  # isort: skip
 from memmgr.native.build import load_core  # isort: skip
+from memmgr.runtime.plans import Plans  # isort: skip
 
 
 MODELS: dict[str, Callable[[], scenarios.Case]] = {
@@ -104,6 +106,50 @@ def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, s
     out["steps"] = taken + steps
     out["digest"] = training.digest()
     return out
+
+
+def idle_ops(scale: float = 1024) -> dict[str, Any]:
+    """The seconds that a plan has for the sigmoids of a step, by period, and those that the device takes for one. The program
+    waits for the device before each."""
+    _, simulation = begin(1 << 14, scale)
+    torch.manual_seed(0)
+    width = 128
+    weights = [torch.nn.Parameter(torch.eye(width).to(DEVICE)) for _ in range(6)]
+    noted: list[list[float]] = []
+    period_ended = Plans.period_ended
+
+    def step(wait: bool) -> None:
+        x = torch.ones(2 * width, width).to(DEVICE)
+        for weight in weights:
+            x = torch.sin(torch.sin(x))
+            for _ in range(20 if wait else 0):  # the host's time for it passes on an idle device
+                torch.accelerator.synchronize()
+            x = torch.sigmoid(x) @ weight
+        x.sum().backward()
+        for weight in weights:
+            weight.grad = None
+
+    def look(plans: Plans, ended: Any) -> None:
+        columns = binding.load().timeline()
+        names = [columns["names"][i] for i in np.frombuffer(columns["op"], dtype=np.int32)]
+        seconds = np.frombuffer(columns["seconds"], dtype=np.float32).tolist()
+        noted.append([took for name, took in zip(names, seconds, strict=True) if name == "aten::sigmoid"])
+        period_ended(plans, ended)
+
+    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+        step(False)
+    need = mm.stats()["resident_bytes.peak"]
+    Plans.period_ended = look  # type: ignore[method-assign]
+    with memmgr.budget(int(0.8 * need), device=DEVICE, quiet=True):
+        for _ in range(8):
+            step(True)
+    x = torch.ones(2 * width, width).to(DEVICE)
+    torch.accelerator.synchronize()
+    simulation.begin()
+    for _ in range(100):
+        torch.sigmoid(x)
+    torch.accelerator.synchronize()
+    return {"noted": noted, "takes": simulation.end(100)["kernels"]}
 
 
 def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:

@@ -281,7 +281,8 @@ int mm_tier_read_now(mm_tier*, mm_slot, void* dst);
 // 1: nothing under way on this slot and the last operation succeeded; 0: under way; negative errno: the last operation
 // failed.
 int mm_tier_poll(mm_tier*, mm_slot);
-uint64_t mm_tier_ended(mm_tier*);  // the same number as before: no poll says anything new
+uint64_t mm_tier_ended(mm_tier*);      // the same number as before: no poll says anything new
+int mm_tier_known(mm_tier*, mm_slot);  // a poll after mm_tier_ended, without another question to a driver
 // Blocks until nothing is under way on this slot; 0 or a negative errno. An operation still in the queue is moved to
 // its front.
 int mm_tier_wait(mm_tier*, mm_slot);

@@ -110,7 +110,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const uint64_t stalled = waited;
   const bool cut = C10_UNLIKELY(info_->list_op) && outermost;
   const Share at_once = cut ? largest_index(the_session, info_, *stack_) : Share{};
-  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin(*the_session.pool);
+  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin(*the_session.pool, info_);
   const uint64_t begun = ticks();
   Taking& here = taking();
   if (outermost) {

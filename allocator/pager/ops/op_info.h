@@ -78,7 +78,9 @@ struct OpInfo {
   int writes = 0;
   size_t arguments = 0, returns = 0;       // 0: the op has no schema
   std::atomic<uint64_t> scratch_bytes{0};  // high-water mark of recent calls
-  std::atomic<bool> marked{false};         // its large results are recorded with their source lines
+  // In a timed period the device is kept busy so long before the op, while the host launches it. 0: not at all.
+  std::atomic<uint32_t> delay_nanoseconds{0};
+  std::atomic<bool> marked{false};  // its large results are recorded with their source lines
 
   explicit OpInfo(const c10::OperatorHandle& handle);
   explicit OpInfo(std::string name);  // for a compiled graph's kernel

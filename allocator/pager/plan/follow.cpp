@@ -356,7 +356,7 @@ void follow_before(const Session& session, uint32_t position) {
 }
 
 void follow_after(const Session& session, uint32_t position) {
-  if (!queues || position % 2 == 0) poll_transfers(session);  // on a device it asks the driver
+  if (!queues || position % 8 == 0) poll_transfers(session);  // on a device it asks the driver
   if (!plan_leads()) return;
   std::vector<uint32_t> deferred;
   std::vector<Cell*> ended;

@@ -127,13 +127,17 @@ void forget_steady_locked() {
   periods().timed = 0;
 }
 
-void OpTimer::begin(const Pool& pool) {
+void OpTimer::begin(const Pool& pool, const OpInfo* info) {
   {
     const Hold lock(graph_lock());
     points_ = period_locked().noted.points;
   }
   if (!points_) return;  // the period has ended in between
   pool_ = &pool;
+  if (const uint32_t delay = info->delay_nanoseconds.load(std::memory_order_relaxed)) {
+    delayed_ = mm_points_add(points_.get(), pool.stream());
+    if (mm_device_delay(pool.queue(), delay, pool.stream()) != 0) delayed_ = -1;
+  }
   begins_ = mm_points_add(points_.get(), pool.stream());
   Taking& here = taking();
   here.points = points_.get();
@@ -153,6 +157,7 @@ void OpTimer::tell(Timeline* t, size_t op) const {
   if (C10_LIKELY(!points_) || points_ != t->points) return;
   t->ops[op].begins = begins_;
   t->ops[op].ends = ends_;
+  t->ops[op].delayed = delayed_;
   for (const auto& [from, to] : taking().searches) t->searches.push_back({op, from, to});
 }
 
@@ -163,6 +168,7 @@ struct LeastTimes {
   float device = -1, host = -1;
   float before = -1;      // between the op before and this one
   float after_idle = -1;  // of the device, if it was idle before: less the host's launch, which may be too much
+  int delays = 0;         // that were too short
 
   static void lower(float* least, float took) {
     if (took >= 0) *least = *least < 0 ? took : std::min(*least, took);
@@ -180,14 +186,26 @@ constexpr float kIdleSeconds = 2e-6F;      // between two ops: less is the devic
 constexpr float kLeastSeconds = 2e-6F;     // of a kernel
 constexpr float kMostLaunching = 100e-6F;  // the host has waited for the device in an op that takes longer
 
+constexpr float kLaunching = 10e-6F;  // between a point and the end of the call that launches a delay behind it
+constexpr float kMostDelay = 2e-3F;
+constexpr int kMostDelays = 3;
+
 struct OpTimes {
   float device, host, gap;
   bool waits;  // the host does, for the device
 };
 
+// Ops that have only met an idle device are delayed when they are timed next: twice as long as the host took to launch
+// them.
+void delay(OpInfo* info, float launching) {
+  const float seconds = std::min(2 * (launching + kLaunching), kMostDelay);
+  const auto nanoseconds = static_cast<uint32_t>(1e9F * seconds);
+  if (nanoseconds > info->delay_nanoseconds.load(std::memory_order_relaxed)) info->delay_nanoseconds = nanoseconds;
+}
+
 // The slower of both sets the pace. The host is ahead of a slower device, which is then idle only where the host has
-// waited for it.
-void set_pace(Timeline* t, const std::vector<OpTimes>& times) {
+// waited for it. True: the device is the slower one.
+bool set_pace(Timeline* t, const std::vector<OpTimes>& times) {
   double device = 0, host = 0;
   for (size_t i = 0; i < times.size(); ++i) {
     device += times[i].device;
@@ -205,6 +223,7 @@ void set_pace(Timeline* t, const std::vector<OpTimes>& times) {
     }
     waited = of.waits;
   }
+  return device >= host;
 }
 
 }  // namespace
@@ -221,17 +240,22 @@ void take_device_times(Timeline* t) {
   };
   std::vector<OpTimes> times;
   int last = -1;
+  if (points)
+    for (const OpNote& op : t->ops) op.info->delay_nanoseconds = 0;
   auto search = t->searches.begin();
   for (size_t i = 0; i < t->ops.size(); ++i) {
     OpNote& op = t->ops[i];
     OpTimes of{op.seconds, op.seconds, op.before, false};
     LeastTimes& least = (*known)[alike(*t, i)];
-    float searching = 0;
-    for (; search != t->searches.end() && search->op == i; ++search)
+    float searching = 0, searches = 0;
+    for (; search != t->searches.end() && search->op == i; ++search, ++searches)
       searching += std::max(0.0F, between(search->from, search->to));
     if (points && op.begins >= 0 && op.ends >= 0) {
       const float took = between(op.begins, op.ends) - searching;
-      const float gap = between(last, op.begins);
+      const float gap = between(last, op.delayed >= 0 ? op.delayed : op.begins);
+      const float delayed = between(op.delayed, op.begins);
+      // The host had queued all kernels of the op before the delay ended.
+      const bool covered = delayed > op.seconds + kLaunching && searching <= searches * kIdleSeconds;
       last = op.ends;
       if (gap >= 0) {  // the program may have waited for the device between two ops
         op.before = std::min(op.before, gap + kMostLaunching);
@@ -239,10 +263,12 @@ void take_device_times(Timeline* t) {
       }
       of.waits = op.seconds > std::max(took, 0.0F) + kMostLaunching;
       // A device that was idle had nothing to do until the host had launched the op's first kernel.
-      if (took > kLeastSeconds && gap > kIdleSeconds && !of.waits)
+      if (!covered && took > kLeastSeconds && (gap > kIdleSeconds || delayed >= 0) && !of.waits)
         LeastTimes::lower(&least.after_idle, std::max(took - op.seconds, kLeastSeconds));
       else
         LeastTimes::lower(&least.device, took);
+      if (delayed >= 0 && !covered) least.delays++;
+      if (least.device < 0 && !of.waits && least.delays < kMostDelays) delay(op.info, op.seconds);
       LeastTimes::lower(&least.before, op.before);
       LeastTimes::lower(&least.host, std::min(op.seconds, std::max(took, 0.0F) + kMostLaunching));
     }
@@ -253,7 +279,9 @@ void take_device_times(Timeline* t) {
     }
     times.push_back(of);
   }
-  set_pace(t, times);
+  // A plan for a slow host takes the host's times for most ops.
+  if (!set_pace(t, times))
+    for (const OpNote& op : t->ops) op.info->delay_nanoseconds = 0;
 }
 
 static void forget_in_timeline_locked(Cell* c) {

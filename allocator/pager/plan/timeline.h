@@ -36,6 +36,7 @@ struct OpNote {
   uint64_t other = 0;          // resident bytes that belong to no cell
   uint32_t module = 0;         // the number that Python gave to the module; 0: not known
   int begins = -1, ends = -1;  // on a device, in a timed period: the points around the op's kernels
+  int delayed = -1;            // the point before a delay that ends at `begins`; -1: there was none
 };
 
 // True: the period that is noted takes the device's time for each op.
@@ -50,7 +51,7 @@ class OpTimer {
   OpTimer(const OpTimer&) = delete;
   OpTimer& operator=(const OpTimer&) = delete;
   ~OpTimer();
-  void begin(const Pool& pool);
+  void begin(const Pool& pool, const OpInfo* info);
   void end() {
     if (C10_UNLIKELY(points_ != nullptr)) end_timed();
   }
@@ -62,7 +63,7 @@ class OpTimer {
 
   const Pool* pool_ = nullptr;  // set with `points_`
   std::shared_ptr<mm_points> points_;
-  int begins_ = -1, ends_ = -1;
+  int begins_ = -1, ends_ = -1, delayed_ = -1;
 };
 
 // The points around one of an op's searches for memory (Taking::searches).
@@ -103,7 +104,8 @@ Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
 
 // Replaces the host's times by the device's if the device is the slower of both. Waits for the device if the period was
 // timed. An op gets the least time that a like op has taken so far, and the idle time before its first kernel is
-// not its own. Known limitation: ops are alike if their cells have the same sizes, whichever shapes the tensors have.
+// not its own. Ops that have met an idle device only are delayed in the next timed period. Known limitation: ops are
+// alike if their cells have the same sizes, whichever shapes the tensors have.
 void take_device_times(Timeline* t);
 
 constexpr size_t kMostOps = 200000;  // a longer sequence is no period

@@ -198,20 +198,12 @@ void poll_transfers(const Session& session) {
     const uint64_t ended = mm_tier_ended(session.tier);
     if (std::exchange(transfers().polled, session.tier) == session.tier && ended == transfers().ended) return;
     transfers().ended = ended;
-    // A device's copies of one way end in order, and each question about one that has not ended costs a call.
-    const bool in_order = queues;
     const std::vector<Cell*> writes = writes_under_way();
-    for (Cell* c : writes) {
-      if (const int result = mm_tier_poll(session.tier, c->writing))
-        end_write_locked(c, result, &trash);
-      else if (in_order)
-        break;
-    }
+    for (Cell* c : writes)
+      if (const int result = mm_tier_known(session.tier, c->writing)) end_write_locked(c, result, &trash);
     std::vector<Read> still;
-    bool asked = true;
     for (Read& read : transfers().reads) {
-      const int result = asked ? mm_tier_poll(session.tier, read.cell->slot) : 0;
-      asked = result != 0 || !in_order;
+      const int result = mm_tier_known(session.tier, read.cell->slot);
       if (result == 0) {
         still.push_back(std::move(read));
         continue;
