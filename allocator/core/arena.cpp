@@ -25,7 +25,7 @@ constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; 
 constexpr int kPatience = 1024;
 constexpr uint64_t kChunks = 1024;         // in the budget, before it is known which blocks lack pages
 constexpr uint64_t kMostChunks = 8192;     // in the budget
-constexpr uint64_t kSmallInBudget = 4096;  // the longest small blocks
+constexpr uint64_t kSmallInBudget = 4096;  // of the longest small blocks at least
 constexpr uint64_t kLeastChunk = uint64_t{64} << 10;
 constexpr uint64_t kAddresses = 4;  // times the budget, where blocks are aligned
 // Pages given back so often for one try, each time taken by others before us.

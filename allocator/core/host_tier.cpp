@@ -391,8 +391,7 @@ int HostTier::Poll(mm_slot id) {
   {
     const InDriver in(device_);
     Hold hold(mutex_);
-    PollLink(kWrite);
-    PollLink(kRead);
+    PollLinks();
   }
   return Known(id);
 }
@@ -452,8 +451,7 @@ mm_slot HostTier::Reserve(uint64_t bytes, bool wait, void** room) {
   const InDriver in(device_);
   if (in.error() != 0) return in.error();
   Hold hold(mutex_);
-  PollLink(kWrite);
-  PollLink(kRead);
+  PollLinks();
   Slot* slot = nullptr;
   if (const int error = TakeSlot(bytes, wait, &hold, &slot); error != 0) return error;
   const mm_slot id = IdOf(slot);
@@ -491,8 +489,7 @@ void HostTier::Stats(mm_tier_stats* out) {
   if (forked_.load()) return;
   const InDriver in(device_);
   Hold hold(mutex_);
-  PollLink(kWrite);
-  PollLink(kRead);
+  PollLinks();
   *out = stats_;
   out->capacity_bytes = slab_.capacity_bytes();
 }

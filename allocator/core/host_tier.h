@@ -130,6 +130,10 @@ class HostTier final : public Tier, private ForkAware {
   int WaitForFormerReaders(uint64_t begin, uint64_t end);
   int WaitFor(CUstream waiter, const Operation* operation);
   void PollLink(Direction direction);
+  void PollLinks() {
+    PollLink(kWrite);
+    PollLink(kRead);
+  }
   bool AskOnce();
   void Finish(Link* link, CUresult result);
   int InjectedError(Direction direction);

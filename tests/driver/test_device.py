@@ -458,6 +458,26 @@ def test_pages_move_where_they_are_needed(open_device: OpenDevice, driver: FakeD
         device.free(block)
 
 
+@pytest.mark.parametrize(("budget", "pages"), [(UNLIMITED, 1), (256 * MIB, 1), (64 * MIB, 16)])
+def test_blocks_of_up_to_a_16th_of_a_page_lie_together(
+    open_device: OpenDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, budget: int, pages: int
+) -> None:
+    """Blocks of a page come and go between small ones that stay. In a short budget only blocks of a 4,096th of it are small."""
+    monkeypatch.setenv("MEMMGR_CUDA_PAGE", str(MIB))
+    driver.set_granularity(MIB)
+    device = open_device(budget=budget)
+    small, large = [], []
+    for _ in range(16):
+        small.append(device.alloc(MIB // 32))
+        large.append(device.alloc(MIB))
+    for block in large:
+        device.free(block)
+    device.trim()
+    assert driver.outstanding(b"bytes") == pages * MIB
+    for block in small:
+        device.free(block)
+
+
 def test_trim_waits_and_gives_back(open_device: OpenDevice, driver: FakeDriver) -> None:
     device = open_device(budget=64 * MIB)
     one, other = driver.stream(), driver.stream()

@@ -193,6 +193,18 @@ def test_sites_stay_while_they_lack_memory_and_blocks_come_late(
     assert periods.stats.lacking_periods > 8
 
 
+def test_a_lack_is_told_though_blocks_come_late_in_its_first_period(open_periods: Callable[..., Periods]) -> None:
+    """The program waits for memory as soon as sites lack it, and asks at other positions from there on. It does not wait in the
+    periods that find the memory."""
+    periods = open_periods(budget=PEAK + PAGE)
+    acts = [(position, name, size + (1 if size else 0)) for position, name, size in LONG]
+    late = [(position + (name[0] == "b" and size > 0), name, size) for position, name, size in acts]
+    for period in range(22):
+        periods.run(late if period % 4 >= 2 else acts)
+    assert periods.stats.computations == 1
+    assert periods.stats.lacking_periods > 8
+
+
 def test_a_peer_may_use_the_frames_that_are_mapped(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:
     """The driver refuses a range with a piece that is not mapped, and some sites have lost frames."""
     periods = open_periods(budget=PEAK)

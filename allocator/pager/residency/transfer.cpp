@@ -56,7 +56,7 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
   note_moved_locked(c, true);
 }
 
-// False: the bytes do not match their checksum, or the device fails and does not say.
+// False: the bytes do not match their checksum, or the device fails while it is taken.
 bool is_right(const Read& r) {
   try {
     return restored_sum_agrees(r.cell, r.bytes.get());
