@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
+import mmap
 import os
 import types
 from collections.abc import Callable
@@ -25,6 +26,8 @@ _SPECIAL = tuple(
     if name.startswith("__")
     and name not in ("__doc__", "__module__", "__init__", "__getattr__", "__setattr__", "__hash__")
 )
+_REGISTERING = (b"pybind11", b"Library", b"RegisterOperators", b"Dispatcher", b"CustomClass", b"CppNode")
+"""Parts of names that a library with functions of pybind11, ops, TorchBind classes or autograd functions contains."""
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 
 
@@ -125,9 +128,10 @@ class Extensions:
         return call
 
     def _users_among(self, libraries: list[str]) -> list[str]:
-        """Those that are not torch's own nor the pager's."""
+        """Those that may be called around the dispatcher, without torch's own and the pager's."""
         ours = _real(getattr(self._pager, "__file__", ""))
-        return [path for path in libraries if not (real := _real(path)).startswith(_TORCH) and real != ours]
+        reals = {path: _real(path) for path in libraries}
+        return [p for p, real in reals.items() if not real.startswith(_TORCH) and real != ours and registers(real)]
 
     def _guard(self, libraries: list[str], functions: list[Any] | None = None) -> None:
         # All functions that there are: those of modules, and those that a program has had made.
@@ -136,3 +140,13 @@ class Extensions:
 
 
 _real = functools.cache(os.path.realpath)  # every budget asks
+
+
+@functools.cache  # every budget asks
+def registers(library: str) -> bool:
+    """False: its code hands torch and Python no function to guard. Kernels that Inductor compiles are such libraries."""
+    try:
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            return any(code.find(name) >= 0 for name in _REGISTERING)
+    except (OSError, ValueError):  # not to be read, or empty
+        return True
