@@ -4,7 +4,6 @@ tests/compiled.py`.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from memdev.build import library
 from pager.extension import library as extension
 
 from memmgr.native import binding
-from memmgr.native import build as native
 
-with contextlib.suppress(native.NotBuiltError):
-    binding.load()
 if build.compiler() is not None:
+    binding.load()
     build.fake_driver()
     build.core_with_mutations()
     library()

@@ -235,7 +235,7 @@ void Arena::ObeyBudget() {
 void Arena::ObeyBudgetNow(Hold* hold) {
   const uint64_t excess = ExcessPages(0);
   if (excess > 0) GiveBackSettled(hold, excess);
-  LetGo();
+  ReleaseKept();
 }
 
 void NoteOwnWork(int delta) { own_work += delta; }
@@ -568,7 +568,7 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
     request->site_room = {0, 0};
     void* p = Try(request);
     if (p != nullptr || request->room == 0) {
-      if (round > 0) LetGo();
+      if (round > 0) ReleaseKept();
       return p;
     }
     if (request->site_room.bytes > 0 && (!helped || round >= kRoundsForRoom)) {
@@ -577,7 +577,7 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
     }
     if (!helped || round >= kRoundsForRoom) {
       request->need = request->room * pages_.page_bytes;
-      LetGo();
+      ReleaseKept();
       return nullptr;
     }
     NoteTakenFromSites(*request);
@@ -733,7 +733,7 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
   const uint64_t keep_pages = keep_bytes / pages_.page_bytes;
   const uint64_t spare = spare_pages() + PagesFor(IdleFrameBytes());
   const uint64_t given = spare > keep_pages ? GiveBackSettled(&hold, spare - keep_pages) : 0;
-  LetGo();
+  ReleaseKept();
   Verify("trim");
   return given * pages_.page_bytes;
 }

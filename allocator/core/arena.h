@@ -226,8 +226,8 @@ class Arena final : private ForkAware {
   void ChooseChunk();
   void ChooseSmall();
   // Pages that were given back for a request and not used for it have no owner.
-  void LetGo() {
-    if (waits()) pages_.let_go(pages_.user);
+  void ReleaseKept() {
+    if (waits()) pages_.release_kept(pages_.user);
   }
   bool waits() const { return pages_.give_back == GiveBack::kAfterSettle; }
   void ResidentChanged();

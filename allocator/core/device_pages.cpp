@@ -87,7 +87,7 @@ CUresult DevicePages::UseMapped() {
   ops_.settle = [](void* user, StreamMask touched, const StreamTimes& times) {
     return Of(user)->settler_->Settle(touched, times);
   };
-  ops_.let_go = [](void* user) { Of(user)->LetGo(); };
+  ops_.release_kept = [](void* user) { Of(user)->ReleaseKept(); };
   ops_.take_frame = [](void* user) { return Of(user)->TakeFrame(); };
   ops_.give_frame = [](void* user, uint64_t frame) {
     std::lock_guard hold(Of(user)->lock_);
@@ -250,7 +250,7 @@ CUresult DevicePages::MapPage(uint64_t page) {
   return error;
 }
 
-void DevicePages::LetGo() {
+void DevicePages::ReleaseKept() {
   std::lock_guard hold(lock_);
   if (kept_.empty() && kept_frames_.empty()) return;
   const EnsureContext context(driver_, ordinal_);

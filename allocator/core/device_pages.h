@@ -1,10 +1,10 @@
 // The pages of a device's arena, through the driver.
 //
 // Mapped: one handle for each page, because a mapping cannot be unmapped in part. A page that is given back to be
-// mapped elsewhere keeps its handle until then (let_go): to make a new one takes as long as to map it. No other memory
-// is pooled: the driver's figures are ours at any time, and other programs get unused memory at once. A page's cost
-// hardly depends on its size (an H100: 92 us from cuMemCreate to cuMemRelease for 2 MiB, 99 us for 32 MiB). Plain: one
-// allocation of the whole range. Its pages count as committed from their first use on and never go back.
+// mapped elsewhere keeps its handle until then (release_kept): to make a new one takes as long as to map it. No other
+// memory is pooled: the driver's figures are ours at any time, and other programs get unused memory at once. A page's
+// cost hardly depends on its size (an H100: 92 us from cuMemCreate to cuMemRelease for 2 MiB, 99 us for 32 MiB). Plain:
+// one allocation of the whole range. Its pages count as committed from their first use on and never go back.
 #pragma once
 
 #include <atomic>
@@ -74,7 +74,7 @@ class DevicePages {
   uint64_t TakeFrame();
   int MapFrames(CUdeviceptr at, const uint64_t* frames, size_t count);
   int UnmapFrames(CUdeviceptr at, size_t count);
-  void LetGo();
+  void ReleaseKept();
   void EndKept();
   bool HasRoom(uint64_t pages) const;
   uint64_t UnmapPages(uint64_t first, uint64_t end);

@@ -6,7 +6,7 @@
 //              they began
 //   fence      room that was given back while a copy from it or into it may still run
 // The CPU waits in Wait, Bytes and Close only, and in Write while the slab grows. The calls below keep the
-// copies exact, each by its name (ordering.h); for each, tests/driver/test_host_tier.py shows that the bytes go wrong
+// copies exact, each by its name (ordering.h); for each, tests/driver/test_tier_waits.py shows that the bytes go wrong
 // without it:
 //
 //   write    the write stream waits for    offload.touched     all streams that touched the block

@@ -59,7 +59,7 @@ HostPages::HostPages() {
           .decommit = Decommit,
           .release = Release,
           .settle = nullptr,
-          .let_go = nullptr,
+          .release_kept = nullptr,
           .moving = can_move ? Moving : nullptr,
           .take_frame = nullptr,
           .give_frame = nullptr,

@@ -36,7 +36,7 @@ struct PageOps {
   // Waits until the queued work of these streams is done. 0 or -errno: the pages stay. nullptr unless kAfterSettle.
   int (*settle)(void* user, StreamMask touched, const StreamTimes& times);
   // Pages that decommit has kept for the next commit go back to the system. nullptr unless kAfterSettle.
-  void (*let_go)(void* user);
+  void (*release_kept)(void* user);
   // Until it is called with 0, whole chunks of given-back pages may be used for committed ones, with their contents:
   // that spares giving them to the system and having them cleared. Under the arena's lock. nullptr: there is no such
   // way.

@@ -53,6 +53,19 @@ class Way(enum.IntEnum):
     OFFLOAD = 2
 
 
+class EvictedFor(enum.IntEnum):
+    """The cause of a cell's last eviction."""
+
+    NONE = 0
+    REQUEST = 1
+    CONTIGUITY = 2
+    PLAN = 3
+    READ_AHEAD = 4
+    AFTER_OP = 5
+    ARGUMENT = 6
+    BY_NAME = 7
+
+
 class Lines(enum.IntEnum):
     """The ops whose large results are recorded with their source lines."""
 

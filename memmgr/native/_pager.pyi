@@ -76,7 +76,11 @@ class CandidateColumns(TypedDict):
     offloadable: bytes
 
 class CellInfo(TypedDict):
-    """One cell. `residency`: a word of Absence. `trusted`: the recipe may run again. `op`: the recipe's op."""
+    """One cell.
+
+    `residency`: a word of Absence. `trusted`: the recipe may run again. `op`: the recipe's op. `evicted_for`: a word of
+    EvictedFor, the cause of its last eviction. `evicted_in_pass`: so many backwards had ended by then.
+    """
 
     nbytes: int
     residency: str
@@ -91,6 +95,8 @@ class CellInfo(TypedDict):
     holders: int
     small: bool
     orphan: bool
+    evicted_for: str
+    evicted_in_pass: int
 
 class FailedOp(TypedDict):
     """The op that found no room.
@@ -446,7 +452,10 @@ class Pager:
         """Makes held_bytes wrong, for the test that such a fault is found."""
 
     def set_graph_checks(self, share: float, /) -> None:
-        """Checks the graph after ops, in this share of the time."""
+        """Checks the graph after ops, in this share of the time.
+
+        From the first call on, ranks of locks are checked, too.
+        """
 
     def take_away(self, tensor: Addressed, turn: int = -1) -> int:
         """Evicts a cell: the cheaper way, offloaded at an odd turn, or evicted at an even one.

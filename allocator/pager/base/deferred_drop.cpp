@@ -9,6 +9,7 @@
 
 #include "base/forked_child.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/private_member.h"
 
 namespace memmgr::pager {
@@ -65,14 +66,11 @@ struct Dropper {
   void start() REQUIRES(lock);
 };
 
-Dropper& dropper() {
-  static auto* d = new Dropper;
-  return *d;
-}
+NoDestructor<Dropper> dropper;
 
 void drop_for_ever() {
   pthread_setname_np(pthread_self(), "memmgr drops");
-  Dropper& d = dropper();
+  Dropper& d = *dropper;
   Hold lock(d.lock);
   for (;;) {
     while (!d.stopping && d.waiting.empty()) d.changed.wait(lock);
@@ -112,7 +110,7 @@ void drop_later(StoragePtr storage) {
   if (dropped_for_others(&storage)) return;
   if (C10_UNLIKELY(forked_child))
     return;  // dropped here: a child has no such thread, and is in no malloc and under no lock
-  Dropper& d = dropper();
+  Dropper& d = *dropper;
   const Hold lock(d.lock);
   d.waiting.push_back(std::move(storage));
   d.start();
@@ -120,13 +118,13 @@ void drop_later(StoragePtr storage) {
 }
 
 void drop_what_waits() {
-  Dropper& d = dropper();
+  Dropper& d = *dropper;
   Hold lock(d.lock);
   while (!d.is_idle()) d.changed.wait(lock);
 }
 
 bool wait_for_dropper(double seconds) {
-  Dropper& d = dropper();
+  Dropper& d = *dropper;
   Hold lock(d.lock);
   if (d.is_idle()) return false;
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
@@ -136,7 +134,7 @@ bool wait_for_dropper(double seconds) {
 }
 
 void stop_dropper() {
-  Dropper& d = dropper();
+  Dropper& d = *dropper;
   std::thread ends;
   {
     const Hold lock(d.lock);
@@ -152,7 +150,7 @@ void stop_dropper() {
 
 // The thread is not in the child.
 static const bool renews_dropper = in_forked_child([] {
-  Dropper& d = dropper();
+  Dropper& d = *dropper;
   const Hold lock(d.lock);
   new (&d.thread) std::thread;
   d.busy = false;

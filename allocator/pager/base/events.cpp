@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/lock.h"
+#include "base/no_destructor.h"
 
 namespace memmgr::pager {
 
@@ -16,23 +17,20 @@ struct Events {
   Lock& lock = lock_of(LockId::kEvents);
   EventSums noted GUARDED_BY(lock);
 };
-Events& events() {
-  static auto* e = new Events;
-  return *e;
-}
+NoDestructor<Events> events;
 
 }  // namespace
 
 void add_event(Event what, const OpInfo* op, uint32_t module, uint64_t bytes, uint64_t ns) {
   const EventKey key{static_cast<uint8_t>(what), op, module};
-  const Hold lock(events().lock);
-  auto it = events().noted.sums.find(key);
-  if (it == events().noted.sums.end()) {
-    if (events().noted.sums.size() >= kMostKeys) {
-      events().noted.unlisted++;
+  const Hold lock(events->lock);
+  auto it = events->noted.sums.find(key);
+  if (it == events->noted.sums.end()) {
+    if (events->noted.sums.size() >= kMostKeys) {
+      events->noted.unlisted++;
       return;
     }
-    it = events().noted.sums.emplace(key, EventSum{}).first;
+    it = events->noted.sums.emplace(key, EventSum{}).first;
   }
   it->second.count++;
   it->second.bytes += bytes;
@@ -40,8 +38,8 @@ void add_event(Event what, const OpInfo* op, uint32_t module, uint64_t bytes, ui
 }
 
 EventSums take_events() {
-  const Hold lock(events().lock);
-  return std::exchange(events().noted, {});
+  const Hold lock(events->lock);
+  return std::exchange(events->noted, {});
 }
 
 void watch_events(bool on) {

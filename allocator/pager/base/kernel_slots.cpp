@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 
 namespace memmgr::pager {
 
@@ -25,22 +26,19 @@ struct KernelSlots {
   uint64_t ops_of_ended = 0;
 };
 
-KernelSlots& kernel_slots() {
-  static auto* s = new KernelSlots;
-  return *s;
-}
+NoDestructor<KernelSlots> kernel_slots;
 
 struct OwnSlot {
   KernelSlot slot;
   OwnSlot() {
     slot.system_thread = static_cast<unsigned long>(syscall(SYS_gettid));
-    const Hold lock(kernel_slots().lock);
-    kernel_slots().all.push_back(&slot);
+    const Hold lock(kernel_slots->lock);
+    kernel_slots->all.push_back(&slot);
   }
   ~OwnSlot() {
-    const Hold lock(kernel_slots().lock);
-    auto& all = kernel_slots().all;
-    kernel_slots().ops_of_ended += slot.ops.load();
+    const Hold lock(kernel_slots->lock);
+    auto& all = kernel_slots->all;
+    kernel_slots->ops_of_ended += slot.ops.load();
     all.erase(std::remove(all.begin(), all.end(), &slot), all.end());
     tl_kernel_slot = nullptr;
   }
@@ -62,15 +60,15 @@ KernelSlot* new_kernel_slot() {
 }
 
 uint64_t ops_counted() {
-  const Hold lock(kernel_slots().lock);
-  uint64_t ops = kernel_slots().ops_of_ended;
-  for (const KernelSlot* s : kernel_slots().all) ops += s->ops.load(std::memory_order_relaxed);
+  const Hold lock(kernel_slots->lock);
+  uint64_t ops = kernel_slots->ops_of_ended;
+  for (const KernelSlot* s : kernel_slots->all) ops += s->ops.load(std::memory_order_relaxed);
   return ops;
 }
 
 uint64_t ops_counted_of(unsigned long system_thread) {
-  const Hold lock(kernel_slots().lock);
-  for (const KernelSlot* s : kernel_slots().all)
+  const Hold lock(kernel_slots->lock);
+  for (const KernelSlot* s : kernel_slots->all)
     if (s->system_thread == system_thread) return s->ops.load(std::memory_order_relaxed);
   return 0;
 }
@@ -86,8 +84,8 @@ bool wait_until_kernel_is_left(double seconds) {
   for (;;) {
     bool inside = false;
     {
-      const Hold lock(kernel_slots().lock);
-      for (const KernelSlot* s : kernel_slots().all)
+      const Hold lock(kernel_slots->lock);
+      for (const KernelSlot* s : kernel_slots->all)
         inside |= s != tl_kernel_slot && s->inside.load(std::memory_order_acquire) > 0;
     }
     if (!inside) return true;

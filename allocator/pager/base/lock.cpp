@@ -40,6 +40,7 @@ static_assert(ranks_rise());
 
 const Facts& facts_of(LockId id) { return kFacts[static_cast<size_t>(id)]; }
 
+// A function makes them, because objects of other units ask for their locks when they are made.
 struct AllLocks {
   Lock locks[kLocks] = {
 #define LOCK(name, rank, fork, guards) Lock(LockId::k##name),

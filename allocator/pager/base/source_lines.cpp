@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/gil.h"
+#include "base/no_destructor.h"
 
 namespace memmgr::pager {
 
@@ -24,10 +25,7 @@ struct KnownCodes {
   std::map<std::pair<PyCodeObject*, int>, uint32_t> numbers;
   std::vector<SourceLine> lines{{"", "", 0}};
 };
-KnownCodes& known_codes() {
-  static auto* k = new KnownCodes;
-  return *k;
-}
+NoDestructor<KnownCodes> known_codes;
 
 void release_codes(KnownCodes& k) {
   for (const auto& code : k.skips) Py_DECREF(code.first);
@@ -78,7 +76,7 @@ uint32_t line_of_caller() {
   uint32_t number = 0;
   {
     const NoCollection none;  // a frame's object is a new one: a collection would run finalizers inside of the op
-    KnownCodes& k = known_codes();
+    KnownCodes& k = *known_codes;
     PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
     while (frame) {
       PyCodeObject* code = PyFrame_GetCode(frame);
@@ -93,12 +91,12 @@ uint32_t line_of_caller() {
   return number;
 }
 
-const std::vector<SourceLine>& source_lines() { return known_codes().lines; }
+const std::vector<SourceLine>& source_lines() { return known_codes->lines; }
 
-void forget_codes() { release_codes(known_codes()); }
+void forget_codes() { release_codes(*known_codes); }
 
 void skip_folders(std::vector<std::string> folders) {
-  KnownCodes& k = known_codes();
+  KnownCodes& k = *known_codes;
   if (k.skipped == folders) return;
   release_codes(k);
   k.skipped = std::move(folders);

@@ -97,7 +97,7 @@ Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_
     c->state.store(kAbsent);
     c->absence = Absence::kOffloaded;
     c->outside = false;
-    go_away_locked(c, s);
+    become_absent_locked(c, s);
     return c;
   }
   if (c->outside) {

@@ -7,6 +7,7 @@
 
 #include "base/lock.h"
 #include "base/module_of_op.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 
 namespace memmgr::pager {
@@ -27,13 +28,10 @@ struct BirthLog {
   bool whole = true;  // the pass that is being logged has had room
   std::vector<LoggedBirth> noted, last;
 };
-BirthLog& births() {
-  static auto* l = new BirthLog;
-  return *l;
-}
+NoDestructor<BirthLog> births;
 
 void log_locked(const Cell* c, bool end) {
-  BirthLog& l = births();
+  BirthLog& l = *births;
   if (!l.on || c->small) return;
   if (l.noted.size() >= kMostEvents) {
     l.whole = false;
@@ -75,7 +73,7 @@ Origin origin_of_locked(const Cell* c) {
 
 void log_births(bool on) {
   const Hold lock(graph_lock());
-  BirthLog& l = births();
+  BirthLog& l = *births;
   if (l.on == on) return;
   l.on = on;
   begin_log_locked(l);
@@ -83,20 +81,20 @@ void log_births(bool on) {
 
 void forget_births() {
   const Hold lock(graph_lock());
-  births() = {};
+  *births = {};
 }
 
 void end_pass_of_births() {
   const Hold lock(graph_lock());
   passes_ended++;
-  BirthLog& l = births();
+  BirthLog& l = *births;
   if (!l.on) return;
   if (l.whole) l.last = std::move(l.noted);
   begin_log_locked(l);
 }
 
 std::vector<Born> living_at_peak_locked() {
-  const std::vector<LoggedBirth>& log = births().last;
+  const std::vector<LoggedBirth>& log = births->last;
   uint64_t sum = 0, most = 0;
   size_t highest = 0;
   for (size_t i = 0; i < log.size(); ++i) {

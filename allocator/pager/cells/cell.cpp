@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/thread_state.h"
 #include "pools/pool.h"
 
@@ -29,17 +30,14 @@ struct Cells {
   Condition changed;
 };
 
-static Cells& cells() {
-  static auto* c = new Cells;
-  return *c;
-}
+static NoDestructor<Cells> cells;
 
-Recycled<Cell>& cell_memory() { return cells().memory; }
-Recycled<Version>& version_memory() { return cells().versions; }
-Condition& residency_changed() { return cells().changed; }
+Recycled<Cell>& cell_memory() { return cells->memory; }
+Recycled<Version>& version_memory() { return cells->versions; }
+Condition& residency_changed() { return cells->changed; }
 
-size_t count_cells_locked() { return cells().all.size(); }
-Cell* cell_at_locked(size_t index) { return cells().all[index]; }
+size_t count_cells_locked() { return cells->all.size(); }
+Cell* cell_at_locked(size_t index) { return cells->all[index]; }
 
 // Filled before the first cell, and null behind the last one.
 constexpr size_t kMostListeners = 4;
@@ -68,7 +66,7 @@ void (*on_end_of_storage)(Cell* c) = nullptr;
 extern "C" void memmgr_pager_end_of_storage(void* cell) { on_end_of_storage(static_cast<Cell*>(cell)); }
 
 void register_locked(Cell* c) {
-  auto& all = cells().all;
+  auto& all = cells->all;
   c->index = all.size();
   all.push_back(c);
 }
@@ -96,7 +94,7 @@ void unregister_locked(Cell* c) {
   moved_by_ended[static_cast<size_t>(c->purpose)] += c->moved_bytes;
   set_root_locked(c, false);
   for (auto* const* tell = cell_ended; *tell; ++tell) (*tell)(c);
-  auto& all = cells().all;
+  auto& all = cells->all;
   all[c->index] = all.back();
   all[c->index]->index = c->index;
   all.pop_back();

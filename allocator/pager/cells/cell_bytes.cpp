@@ -31,7 +31,7 @@ void forget_bytes_locked(Cell* c, Trash* trash) {
   if (c->kept) recipe_bytes -= c->nbytes;
 }
 
-at::DataPtr go_away_locked(Cell* c, c10::StorageImpl* s) {
+at::DataPtr become_absent_locked(Cell* c, c10::StorageImpl* s) {
   if (s) {
     name_leaving_locked(c);
     show_bytes(s, nullptr, c);

@@ -27,9 +27,9 @@ namespace memmgr::pager {
 // The first equation that does not hold, with its figures; empty: all hold. No lock is held.
 std::string broken_equation();
 
-// After an op: throws if an equation does not hold. `share`: the part of the program's time that checks may take; 0: no
-// checks (the default, 1 under MEMMGR_DEBUG=1), 1: after every op. From the first call on, ranks of locks are checked,
-// too.
+// After an op: throws if an equation does not hold. `share`: the part of the program's time that checks may take. 0: no
+// checks, the default. 1: a check after every op, the default under MEMMGR_DEBUG=1. From the first call on, ranks of
+// locks are checked, too.
 void check_graph_after_op();
 void set_graph_checks(double share);
 extern std::atomic<bool> checks_graph;

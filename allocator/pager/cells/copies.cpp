@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/link.h"
+#include "base/no_destructor.h"
 #include "base/session.h"
 #include "pools/pool.h"
 
@@ -10,10 +11,9 @@ namespace memmgr::pager {
 
 std::atomic<int> copies_under_way{0};
 
-std::vector<Cell*>& writes_under_way() {
-  static auto* writes = new std::vector<Cell*>;
-  return *writes;
-}
+NoDestructor<std::vector<Cell*>> writes;
+
+std::vector<Cell*>& writes_under_way() { return *writes; }
 
 void note_write_locked(Cell* c, mm_slot slot) {
   c->writing = slot;

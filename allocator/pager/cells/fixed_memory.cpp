@@ -7,6 +7,7 @@
 #include "base/forked_child.h"
 #include "base/lock.h"
 #include "base/mapped_areas.h"
+#include "base/no_destructor.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
@@ -25,10 +26,7 @@ struct Fixed {
 };
 
 // Guarded by the graph's lock. The weak reference keeps the key from being reused for another storage.
-std::unordered_map<const c10::StorageImpl*, Fixed>& all_fixed() {
-  static auto* f = new std::unordered_map<const c10::StorageImpl*, Fixed>;
-  return *f;
-}
+NoDestructor<std::unordered_map<const c10::StorageImpl*, Fixed>> all_fixed;
 
 Owner owner_of(const Pool& pool, const void* p, uint64_t nbytes) {
   if (!pool.on_host()) return Owner::kLibrary;
@@ -62,7 +60,7 @@ bool takes_room(Owner owner) { return owner != Owner::kMappedFile; }
 
 void count_fixed(const Session& session, c10::StorageImpl* s, Owner owner) {
   const Hold lock(graph_lock());
-  if (!all_fixed().emplace(s, Fixed{WeakStorage::reclaim_copy(s), s->nbytes(), owner, session.arena}).second) return;
+  if (!all_fixed->emplace(s, Fixed{WeakStorage::reclaim_copy(s), s->nbytes(), owner, session.arena}).second) return;
   if (takes_room(owner)) mm_arena_add_outside(session.arena, static_cast<int64_t>(s->nbytes()));
 }
 
@@ -77,35 +75,35 @@ void count_fixed(const Session& session, c10::StorageImpl* s) {
 
 bool is_counted_as_fixed(const c10::StorageImpl* s) {
   const Hold lock(graph_lock());
-  return all_fixed().count(s) > 0;
+  return all_fixed->count(s) > 0;
 }
 
 void look_for_ended_fixed() {
   std::vector<WeakStorage> ended;  // their memory is freed without the lock
   const Hold lock(graph_lock());
-  for (auto f = all_fixed().begin(); f != all_fixed().end();) {
+  for (auto f = all_fixed->begin(); f != all_fixed->end();) {
     if (!f->second.storage.expired()) {
       ++f;
       continue;
     }
     end_locked(f->second);
     ended.push_back(std::move(f->second.storage));
-    f = all_fixed().erase(f);
+    f = all_fixed->erase(f);
   }
 }
 
 void forget_fixed() {
   std::unordered_map<const c10::StorageImpl*, Fixed> ended;
   const Hold lock(graph_lock());
-  for (const auto& [s, f] : all_fixed()) end_locked(f);
-  ended.swap(all_fixed());
+  for (const auto& [s, f] : *all_fixed) end_locked(f);
+  ended.swap(*all_fixed);
 }
 
 FixedBytes fixed_bytes() {
   look_for_ended_fixed();
   FixedBytes bytes;
   const Hold lock(graph_lock());
-  for (const auto& [s, f] : all_fixed()) bytes.of[static_cast<size_t>(f.owner)] += f.nbytes;
+  for (const auto& [s, f] : *all_fixed) bytes.of[static_cast<size_t>(f.owner)] += f.nbytes;
   return bytes;
 }
 

@@ -8,12 +8,12 @@ namespace memmgr::pager {
 static std::atomic<int> freezes{0};
 static thread_local bool tl_froze = false;
 
-void nothing_leaves(bool begin) {
+void freeze_evictions(bool begin) {
   tl_froze = begin;
-  hold_departures(begin);
+  freeze_all_evictions(begin);
 }
 
-void hold_departures(bool begin) {
+void freeze_all_evictions(bool begin) {
   // Victims are claimed under the lock, so later claims see the freeze
   const Hold lock(graph_lock());
   freezes.fetch_add(begin ? 1 : -1);
@@ -24,7 +24,7 @@ void stay_in_child(Options& options) {
   options.torture = false;
 }
 
-bool nothing_leaves_locked() { return freezes.load() > 0; }
+bool is_frozen_locked() { return freezes.load() > 0; }
 
 bool frozen() { return freezes.load() > 0; }
 bool froze_by_this_thread() { return tl_froze; }

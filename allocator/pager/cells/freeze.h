@@ -9,11 +9,11 @@ namespace memmgr::pager {
 
 // Begins or ends a freeze. Freezes are counted: while there is one, reclaim waits a while for its end and then frees
 // nothing.
-void nothing_leaves(bool begin);
-bool nothing_leaves_locked();
-void hold_departures(bool begin);      // a freeze that also requests of the calling thread wait for
-void stay_in_child(Options& options);  // a freeze without an end, in a forked child
-bool frozen();                         // without the lock
+void freeze_evictions(bool begin);
+bool is_frozen_locked();
+void freeze_all_evictions(bool begin);  // a freeze that also requests of the calling thread wait for
+void stay_in_child(Options& options);   // a freeze without an end, in a forked child
+bool frozen();                          // without the lock
 bool froze_by_this_thread();
 
 // Claims a cell that may be evicted now: no other thread moves it until the caller's move ends.

@@ -102,7 +102,7 @@ void end_move(Cell* c, bool absent) {
   if (last) last_user_is_gone(c);
 }
 
-bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash) {
+bool become_resident_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash) {
   end_bits_locked(c);
   if (auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target())) show_bytes(s, bytes.get(), c);
   c->bytes = std::move(bytes);

@@ -26,6 +26,6 @@ void end_move(Cell* c, bool absent);
 bool end_move_locked(Cell* c, bool absent);  // true: call last_user_is_gone() once the lock is free
 // Makes a cell resident with these bytes, and ends the move. The caller has the cell busy. `filled_on`: the stream that
 // writes the bytes.
-bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash);
+bool become_resident_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash);
 
 }  // namespace memmgr::pager

@@ -12,6 +12,7 @@
 
 #include "base/lock.h"
 #include "base/mapped_areas.h"
+#include "base/no_destructor.h"
 #include "base/private_member.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
@@ -30,10 +31,7 @@ namespace {
 
 std::atomic<int> ranges{0};
 
-std::vector<std::weak_ptr<Mapping>>& mappings() {
-  static auto* m = new std::vector<std::weak_ptr<Mapping>>;
-  return *m;
-}
+NoDestructor<std::vector<std::weak_ptr<Mapping>>> mappings;
 
 bool is_private_mapping(const at::DataPtr& p) {
   const at::MapAllocator* map = at::MapAllocator::fromDataPtr(p);
@@ -59,7 +57,7 @@ int open_file_of(const Area& area) {
 }
 
 std::shared_ptr<Mapping> mapping_around_locked(const void* address, uint64_t nbytes) {
-  auto& known = mappings();
+  auto& known = *mappings;
   known.erase(std::remove_if(known.begin(), known.end(), [](const auto& m) { return m.expired(); }), known.end());
   const auto begin = reinterpret_cast<uintptr_t>(address);
   for (const std::weak_ptr<Mapping>& weak : known)
@@ -83,7 +81,7 @@ bool overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {
 
 std::vector<std::shared_ptr<Mapping>> living_mappings_locked() {
   std::vector<std::shared_ptr<Mapping>> living;
-  for (const std::weak_ptr<Mapping>& weak : mappings())
+  for (const std::weak_ptr<Mapping>& weak : *mappings)
     if (auto m = weak.lock()) living.push_back(std::move(m));
   return living;
 }
@@ -156,7 +154,7 @@ void begin_range_locked(Cell* c) {
 }
 
 bool begins_away_locked(const Cell* c) {
-  return has_file_copy(c) && !nothing_leaves_locked() && !look_at_pages(c->range->begin, c->nbytes).present;
+  return has_file_copy(c) && !is_frozen_locked() && !look_at_pages(c->range->begin, c->nbytes).present;
 }
 
 std::unique_ptr<MappedRange> end_range_locked(Cell* c) {

@@ -8,6 +8,7 @@
 
 #include "base/lock.h"
 #include "base/mapped_areas.h"
+#include "base/no_destructor.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 
@@ -34,10 +35,7 @@ struct Names {
   std::map<uint64_t, uint64_t> places;
 };
 
-Names& names() {
-  static auto* n = new Names;
-  return *n;
-}
+NoDestructor<Names> names;
 
 uint64_t address_of(const c10::StorageImpl* s) { return reinterpret_cast<uintptr_t>(pointer_of(s).get()); }
 
@@ -58,14 +56,14 @@ bool lives(const Claim& claim) {
 }
 
 Claims::iterator end_claim(Claims::iterator claim) {
-  const auto place = names().places.find(claim->second.at);
-  if (place != names().places.end() && place->second == claim->first) names().places.erase(place);
-  return names().claims.erase(claim);
+  const auto place = names->places.find(claim->second.at);
+  if (place != names->places.end() && place->second == claim->first) names->places.erase(place);
+  return names->claims.erase(claim);
 }
 
 bool is_claimed(uint64_t begin, uint64_t nbytes) {
-  auto claim = names().claims.lower_bound(begin + nbytes);
-  while (claim != names().claims.begin()) {
+  auto claim = names->claims.lower_bound(begin + nbytes);
+  while (claim != names->claims.begin()) {
     --claim;
     if (claim->first + claim->second.nbytes <= begin) return false;
     if (lives(claim->second)) return true;
@@ -80,25 +78,25 @@ uint64_t free_name(uint64_t address, uint64_t nbytes) {
 
 void set_place(Claims::iterator claim, uint64_t at) {
   claim->second.at = at;
-  names().places[at] = claim->first;
+  names->places[at] = claim->first;
 }
 
 // Returns the claim whose memory lies around this address and does not move. Living memory does not overlap, so the
 // first entry that is not out of date decides.
 Claims::iterator claim_around(uint64_t address) {
-  for (auto place = names().places.upper_bound(address); place != names().places.begin();) {
+  for (auto place = names->places.upper_bound(address); place != names->places.begin();) {
     --place;
-    const auto claim = names().claims.find(place->second);
-    if (lives(claim->second)) return address - place->first < claim->second.nbytes ? claim : names().claims.end();
+    const auto claim = names->claims.find(place->second);
+    if (lives(claim->second)) return address - place->first < claim->second.nbytes ? claim : names->claims.end();
     ++place;  // end_claim erases the entry before this iterator
     end_claim(claim);
   }
-  return names().claims.end();
+  return names->claims.end();
 }
 
 void claim_for(Cell* c, uint64_t name) {
   c->name = name;
-  Claim& claim = names().claims[name];
+  Claim& claim = names->claims[name];
   claim.nbytes = c->nbytes;
   claim.cell = c;
 }
@@ -116,8 +114,8 @@ uint64_t name_of(c10::StorageImpl* s) {
     return name;
   }
   // A lazy copy gets memory of its own when its address is taken.
-  if (names().claims.empty() || !address || !nbytes || c10::impl::cow::is_cow_data_ptr(pointer_of(s))) return 0;
-  if (const auto claim = claim_around(address); claim != names().claims.end()) {
+  if (names->claims.empty() || !address || !nbytes || c10::impl::cow::is_cow_data_ptr(pointer_of(s))) return 0;
+  if (const auto claim = claim_around(address); claim != names->claims.end()) {
     Claim& there = claim->second;
     const auto same = [s](const WeakStorage& weak) { return weak._unsafe_get_target() == s; };
     if (!there.cell && std::none_of(there.storages.begin(), there.storages.end(), same))
@@ -126,7 +124,7 @@ uint64_t name_of(c10::StorageImpl* s) {
   }
   const uint64_t name = free_name(address, nbytes);
   if (name == address) return 0;
-  const auto claim = names().claims.emplace(name, Claim()).first;
+  const auto claim = names->claims.emplace(name, Claim()).first;
   claim->second.nbytes = nbytes;
   claim->second.storages.push_back(WeakStorage::reclaim_copy(s));
   set_place(claim, address);
@@ -135,9 +133,9 @@ uint64_t name_of(c10::StorageImpl* s) {
 
 bool names_differ() {
   const Hold lock(graph_lock());
-  for (auto claim = names().claims.begin(); claim != names().claims.end();)
+  for (auto claim = names->claims.begin(); claim != names->claims.end();)
     claim = lives(claim->second) ? std::next(claim) : end_claim(claim);
-  return !names().claims.empty();
+  return !names->claims.empty();
 }
 
 void claim_name_locked(Cell* c) { claim_for(c, free_name(reinterpret_cast<uintptr_t>(c->bytes.get()), c->nbytes)); }
@@ -148,14 +146,14 @@ void name_escaped_locked(Cell* c) {
     if (!is_claimed(address, c->nbytes)) return;
     claim_name_locked(c);
   }
-  set_place(names().claims.find(c->name), address);
+  set_place(names->claims.find(c->name), address);
 }
 
 void name_adopted_locked(Cell* c, const c10::StorageImpl* s) {
-  if (names().places.empty()) return;
+  if (names->places.empty()) return;
   const auto claim = claim_around(address_of(s));
-  if (claim == names().claims.end() || claim->second.cell || claim->second.at != address_of(s)) return;
-  names().places.erase(claim->second.at);
+  if (claim == names->claims.end() || claim->second.cell || claim->second.at != address_of(s)) return;
+  names->places.erase(claim->second.at);
   claim->second.at = 0;
   claim->second.cell = c;
   claim->second.storages.clear();
@@ -164,7 +162,7 @@ void name_adopted_locked(Cell* c, const c10::StorageImpl* s) {
 
 void name_unadopted_locked(Cell* c, c10::StorageImpl* s) {
   if (!c->name) return;
-  const auto claim = names().claims.find(c->name);
+  const auto claim = names->claims.find(c->name);
   if (address_of(s) == claim->first) {  // the storage is at its first address again
     end_claim(claim);
     return;
@@ -176,7 +174,7 @@ void name_unadopted_locked(Cell* c, c10::StorageImpl* s) {
 
 void end_name_locked(Cell* c) {
   if (!c->name) return;
-  end_claim(names().claims.find(c->name));
+  end_claim(names->claims.find(c->name));
   c->name = 0;
 }
 

@@ -119,8 +119,11 @@ struct Cell {
   uint32_t in_turn = 0;  // the place of its next touch, from 1 on; 0: not known (access_order.cpp)
 
   Birth birth;  // written when the cell begins
+  // Of its last eviction. No decision depends on it.
+  EvictedFor evicted_for = EvictedFor::kNone;
+  uint32_t evicted_in_pass = 0;  // births.h
 
-  uint16_t held = 0;             // long pins: of works, of DDP's reducer and of readers that outlive their call
+  uint16_t held = 0;  // long pins: of works, of DDP's reducer, of `memmgr.pin` and of readers that outlive their call
   bool counted_as_held = false;  // counted among held_bytes
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
@@ -149,7 +152,7 @@ struct Version {
   c10::SmallVector<Recipe*, 2> readers;  // the recipes that name it
 };
 
-enum class Role : uint8_t {
+enum class ArgumentRole : uint8_t {
   kRead,
   kWritten,  // the op writes to it: a private copy
   kFresh,    // the op writes to all of it without reading
@@ -162,7 +165,7 @@ struct TensorArg {
   TensorArg() {}  // otherwise emplace_back() would fill it with zeros first
   uint16_t argument = 0;
   int32_t element = -1;  // in a list; kAlias: the index in Recipe::tensors
-  Role role = Role::kRead;
+  ArgumentRole role = ArgumentRole::kRead;
   Version* version = nullptr;  // counted; null for kFresh and kValue
   uint64_t storage_bytes = 0;
   c10::SmallVector<int64_t, 5> sizes;

@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/gil.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 #include "concurrency/python_threads.h"
 
@@ -33,10 +34,7 @@ struct Admission {
   std::vector<unsigned long> foreign GUARDED_BY(lock);  // threads in ops of other libraries
 };
 
-Admission& admission() {
-  static auto* a = new Admission;
-  return *a;
-}
+NoDestructor<Admission> admission;
 
 bool fits(mm_arena* arena, uint64_t running) {
   const uint64_t bytes = running & (kOneOp - 1);
@@ -69,7 +67,7 @@ bool all_foreign_and_rest_locked(const Admission& a, std::vector<Sleeper>* sleep
 
 Admitted::Admitted(Session& session, uint64_t bytes, bool alone, bool foreign)
     : asked_(kOneOp + std::min(bytes, kOneOp / 256)) {
-  Admission& a = admission();
+  Admission& a = *admission;
   wait_for_admission(session, alone);
   if (C10_LIKELY(!foreign)) return;
   foreign_ = static_cast<unsigned long>(syscall(SYS_gettid));
@@ -78,7 +76,7 @@ Admitted::Admitted(Session& session, uint64_t bytes, bool alone, bool foreign)
 }
 
 void Admitted::wait_for_admission(Session& session, bool alone) {
-  Admission& a = admission();
+  Admission& a = *admission;
   const auto may_run = [&] {
     const uint64_t running = a.running.fetch_add(asked_) + asked_;
     if (C10_LIKELY(running >> kOpsShift == 1 || (!alone && fits(session.arena, running)))) return true;
@@ -103,7 +101,7 @@ void Admitted::wait_for_admission(Session& session, bool alone) {
 }
 
 Admitted::~Admitted() {
-  Admission& a = admission();
+  Admission& a = *admission;
   if (C10_UNLIKELY(foreign_)) {
     const Hold lock(a.lock);
     a.foreign.erase(std::find(a.foreign.begin(), a.foreign.end(), foreign_));
@@ -115,12 +113,12 @@ Admitted::~Admitted() {
   }
 }
 
-static const bool renews_admission = in_forked_child([] { admission().waiting = 0; });
+static const bool renews_admission = in_forked_child([] { admission->waiting = 0; });
 
-bool others_are_running(bool inside) { return admission().running.load() >> kOpsShift > (inside ? 1 : 0); }
+bool others_are_running(bool inside) { return admission->running.load() >> kOpsShift > (inside ? 1 : 0); }
 
 void wait_for_others(double seconds) {
-  Admission& a = admission();
+  Admission& a = *admission;
   WithoutGil released;
   Hold lock(a.lock);
   a.waiting++;

@@ -17,6 +17,7 @@
 
 #include "base/gil.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/thread_state.h"
 #include "cells/cell.h"
 #include "cells/stream_order.h"
@@ -50,29 +51,26 @@ struct Pending {
   std::atomic<uint64_t> queued{0}, settled{0};  // slices on an accelerator
 };
 
-Pending& pending() {
-  static auto* p = new Pending;
-  return *p;
-}
+NoDestructor<Pending> pending;
 
 void end(const SlicePtr& slice) {
   {
-    const Hold lock(pending().lock);
-    for (const auto& [s, n] : slice->tensors) pending().of_storage.erase(s);
+    const Hold lock(pending->lock);
+    for (const auto& [s, n] : slice->tensors) pending->of_storage.erase(s);
   }
   pending_slices--;
-  pending().ended.notify_all();
+  pending->ended.notify_all();
 }
 
 // Claims the slice for this thread. Waits if another thread runs it. False: it has ended, or this thread runs it
 // already.
 bool begin(const SlicePtr& slice) {
   const auto waits = [&] {
-    const auto found = pending().of_storage.find(slice->tensors.begin()->first);
-    return found != pending().of_storage.end() && found->second == slice;
+    const auto found = pending->of_storage.find(slice->tensors.begin()->first);
+    return found != pending->of_storage.end() && found->second == slice;
   };
   std::optional<WithoutGil> free;
-  Hold lock(pending().lock);  // ends before the GIL is taken
+  Hold lock(pending->lock);  // ends before the GIL is taken
   while (waits()) {
     if (slice->runner == std::this_thread::get_id()) return false;
     if (slice->runner == std::thread::id()) {
@@ -84,7 +82,7 @@ bool begin(const SlicePtr& slice) {
       free.emplace();
       lock.lock();
     } else {
-      pending().ended.wait(lock);
+      pending->ended.wait(lock);
     }
   }
   return false;
@@ -174,13 +172,13 @@ void finish(const SlicePtr& slice, bool quietly = false) {
   if (!begin(slice)) return;
   std::exception_ptr failure = slice->failure ? slice->failure : run(slice);
   if (failure && quietly) {
-    const Hold lock(pending().lock);
+    const Hold lock(pending->lock);
     slice->failure = failure;
     slice->runner = {};
-    pending().ended.notify_all();
+    pending->ended.notify_all();
     return;
   }
-  if (slice->stream) pending().queued++;
+  if (slice->stream) pending->queued++;
   end(slice);
   if (failure) std::rethrow_exception(failure);
 }
@@ -196,8 +194,8 @@ void finish_each(const Session& session, const c10::SmallVector<SlicePtr, 4>& sl
 }
 
 void collect_locked(c10::StorageImpl* s, c10::SmallVector<SlicePtr, 4>* found) {
-  const auto it = pending().of_storage.find(s);
-  if (it != pending().of_storage.end() && std::find(found->begin(), found->end(), it->second) == found->end())
+  const auto it = pending->of_storage.find(s);
+  if (it != pending->of_storage.end() && std::find(found->begin(), found->end(), it->second) == found->end())
     found->push_back(it->second);
 }
 
@@ -211,7 +209,7 @@ void finish_of(const Session& session, const What& what) {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   c10::SmallVector<SlicePtr, 4> found;
   {
-    const Hold lock(pending().lock);
+    const Hold lock(pending->lock);
     collect_locked(what, &found);
   }
   finish_each(session, found);
@@ -242,14 +240,14 @@ bool add_pending(Session& session, PyObject* run, const std::vector<StoragePtr>&
   for (;;) {  // other threads may add slices while these end
     c10::SmallVector<SlicePtr, 4> before;
     {
-      const Hold lock(pending().lock);
-      if (!pending().may_wait) return false;
+      const Hold lock(pending->lock);
+      if (!pending->may_wait) return false;
       if (queues && (several_streams.load() || session.pool->stream() != session.pool->opened_on())) return false;
       for (const auto& [s, n] : slice->tensors) collect_locked(s, &before);
       if (before.empty()) {
         Py_INCREF(run);
         slice->run = run;
-        for (const auto& [s, n] : slice->tensors) pending().of_storage.emplace(s, slice);
+        for (const auto& [s, n] : slice->tensors) pending->of_storage.emplace(s, slice);
         session.counters.pending_slices++;
         pending_slices++;
         return true;
@@ -260,8 +258,8 @@ bool add_pending(Session& session, PyObject* run, const std::vector<StoragePtr>&
 }
 
 void let_slices_wait(bool on) {
-  const Hold lock(pending().lock);
-  pending().may_wait = on;
+  const Hold lock(pending->lock);
+  pending->may_wait = on;
 }
 
 void finish_pending_of(const Session& session, const c10::IValue& value) { finish_of(session, value); }
@@ -271,8 +269,8 @@ void drop_unread_pending() {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   c10::SmallVector<SlicePtr, 4> unread;
   {
-    const Hold lock(pending().lock);
-    for (const auto& [storage, slice] : pending().of_storage) {
+    const Hold lock(pending->lock);
+    for (const auto& [storage, slice] : pending->of_storage) {
       if (slice->runner != std::thread::id() || slice->tensors.begin()->first != storage) continue;
       const auto ours = [](const auto& t) { return c10::raw::intrusive_ptr::use_count(t.first) == t.second; };
       if (!std::all_of(slice->tensors.begin(), slice->tensors.end(), ours)) continue;
@@ -291,8 +289,8 @@ void finish_all_pending(const Session& session, bool quietly) {
   while (pending_slices.load() > 0) {
     SlicePtr next;
     {
-      const Hold lock(pending().lock);
-      for (const auto& [storage, slice] : pending().of_storage)
+      const Hold lock(pending->lock);
+      for (const auto& [storage, slice] : pending->of_storage)
         if (slice->runner != std::this_thread::get_id() && !(quietly && slice->failure)) next = slice;
     }
     if (!next) break;
@@ -307,10 +305,10 @@ void finish_all_pending(const Session& session, bool quietly) {
 }
 
 void settle_late_slices(const Session& session) {
-  const uint64_t queued = pending().queued.load();
-  if (C10_LIKELY(queued == pending().settled.load()) || !rule_holds(kRuleLate)) return;
+  const uint64_t queued = pending->queued.load();
+  if (C10_LIKELY(queued == pending->settled.load()) || !rule_holds(kRuleLate)) return;
   session.pool->settle();
-  pending().settled = queued;  // a smaller value from another thread costs one more wait
+  pending->settled = queued;  // a smaller value from another thread costs one more wait
 }
 
 }  // namespace memmgr::pager

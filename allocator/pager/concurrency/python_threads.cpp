@@ -19,6 +19,7 @@
 #include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "cells/freeze.h"
 
 namespace memmgr::pager {
@@ -53,10 +54,7 @@ struct Codes {
   std::unordered_set<const void*> that_sleep, that_set_gradients;
 };
 
-Codes& codes() {
-  static auto* c = new Codes;
-  return *c;
-}
+NoDestructor<Codes> codes;
 
 void add_code(PyObject* function, std::unordered_set<const void*>* codes) {
   if (PyMethod_Check(function)) function = PyMethod_GET_FUNCTION(function);
@@ -80,9 +78,9 @@ Elsewhere does(PyFrameObject* top) {
   Py_INCREF(top);
   for (PyFrameObject* frame = top; frame;) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    if (frame == top && codes().that_sleep.count(code)) found = Elsewhere::kWaits;
+    if (frame == top && codes->that_sleep.count(code)) found = Elsewhere::kWaits;
     // A backward also waits: for the engine's threads, for its peers, for a lock of the user's.
-    if (codes().that_set_gradients.count(code) || (frame == top && may_set_gradients(code)))
+    if (codes->that_set_gradients.count(code) || (frame == top && may_set_gradients(code)))
       found = Elsewhere::kGradients;
     Py_DECREF(code);
     PyFrameObject* next = found == Elsewhere::kGradients ? nullptr : PyFrame_GetBack(frame);
@@ -122,16 +120,13 @@ struct Others {
   uint64_t until_ns = 0;  // later no thread is waited for: one that has not gone on runs no op
 };
 
-Others& others() {
-  static auto* o = new Others;
-  return *o;
-}
+NoDestructor<Others> others;
 
 std::atomic<bool> waiting_for_others{false};
 
 void remove_locked(std::vector<Other>::iterator from) {
-  others().all.erase(from, others().all.end());
-  if (others().all.empty() && waiting_for_others.exchange(false)) hold_departures(false);
+  others->all.erase(from, others->all.end());
+  if (others->all.empty() && waiting_for_others.exchange(false)) freeze_all_evictions(false);
 }
 
 // Returns the system's record of a thread; empty: it has ended.
@@ -146,8 +141,8 @@ std::string_view read_of_thread(unsigned long system_thread, const char* what, c
 
 }  // namespace
 
-void sleeps_in(PyObject* function) { add_code(function, &codes().that_sleep); }
-void sets_gradients_in(PyObject* function) { add_code(function, &codes().that_set_gradients); }
+void sleeps_in(PyObject* function) { add_code(function, &codes->that_sleep); }
+void sets_gradients_in(PyObject* function) { add_code(function, &codes->that_set_gradients); }
 
 bool rests(Sleeper* o, uint64_t now, uint64_t long_ns) {
   char text[512], times[64];
@@ -182,10 +177,10 @@ void let_others_end_their_ops() {
       found.push_back({thread, {system_thread}, top, PyFrame_GetLasti(top), ops_counted_of(system_thread)});
   });
   if (found.empty()) return;
-  const Hold lock(others().lock);
-  others().all = std::move(found);
-  others().until_ns = 0;
-  if (!waiting_for_others.exchange(true)) hold_departures(true);
+  const Hold lock(others->lock);
+  others->all = std::move(found);
+  others->until_ns = 0;
+  if (!waiting_for_others.exchange(true)) freeze_all_evictions(true);
 }
 
 void give_others_a_moment() {
@@ -198,8 +193,8 @@ void give_others_a_moment() {
     if (!each_other_thread(
             [&](unsigned long thread, PyFrameObject* top) { now[thread] = {top, PyFrame_GetLasti(top)}; }))
       return;
-    const Hold lock(others().lock);
-    auto& all = others().all;
+    const Hold lock(others->lock);
+    auto& all = others->all;
     remove_locked(std::remove_if(all.begin(), all.end(), [&](const Other& o) {
       const auto there = now.find(o.thread);
       return there == now.end() || there->second != std::pair<const void*, int>{o.frame, o.instruction};
@@ -211,19 +206,19 @@ bool others_are_in_their_ops() {
   if (!waiting_for_others.load()) return false;
   constexpr uint64_t kMostNs = 10'000'000'000;
   constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may be longer at their pieces of its op
-  const Hold lock(others().lock);
-  auto& all = others().all;
+  const Hold lock(others->lock);
+  auto& all = others->all;
   const uint64_t now = now_ns();
-  if (!others().until_ns) others().until_ns = now + kMostNs;
-  remove_locked(now > others().until_ns ? all.begin() : std::remove_if(all.begin(), all.end(), [&](Other& o) {
+  if (!others->until_ns) others->until_ns = now + kMostNs;
+  remove_locked(now > others->until_ns ? all.begin() : std::remove_if(all.begin(), all.end(), [&](Other& o) {
     return ops_counted_of(o.sleeper.system_thread) != o.ops || rests(&o.sleeper, now, kLongNs);
   }));
   return !all.empty();
 }
 
 void forget_others() {
-  const Hold lock(others().lock);
-  remove_locked(others().all.begin());
+  const Hold lock(others->lock);
+  remove_locked(others->all.begin());
 }
 
 bool raise_in(unsigned long thread, PyObject* exception, std::string_view package) {

@@ -114,7 +114,7 @@ bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
     if (!*frame) *frame = std::make_unique<Frame>(the_session);
     (*frame)->add_pinned(found);
   }
-  bring_back(found);
+  restore_cell(found);
   drop(std::move(storage));
   return true;
 }
@@ -254,7 +254,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   const bool unborn = info->fills && tl_making_states && mm_arena_resident(the_session.arena) > room_for_states();
   if (C10_UNLIKELY((the_session.options.torture || unborn) && depth.outermost())) {
     extra.reset();
-    send_away(&frame, the_session.options.torture);
+    evict_touched(&frame, the_session.options.torture);
   }
 }
 
@@ -521,7 +521,7 @@ void rethrow_as_ours(const c10::OperatorHandle& op, const OpInfo* info, const to
   rethrow_as_ours();
 }
 
-void send_away(Frame* frame, bool by_turns) {
+void evict_touched(Frame* frame, bool by_turns) {
   c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
   {
     const Hold lock(graph_lock());
@@ -532,7 +532,8 @@ void send_away(Frame* frame, bool by_turns) {
   frame->release();
   static std::atomic<int> turn{0};
   for (auto& [cell, held] : out) {
-    if (cell_of(held.get()) == cell) let_go(cell, by_turns && turn++ % 2 ? Way::kOffload : Way::kEvict);
+    if (cell_of(held.get()) == cell)
+      evict(cell, EvictedFor::kAfterOp, by_turns && turn++ % 2 ? Way::kOffload : Way::kEvict);
     drop(std::move(held));
   }
 }

@@ -12,7 +12,7 @@ namespace memmgr::pager {
 
 // Evicts the cells of an op that has run, and releases the frame. by_turns: all cells, alternately evicted and
 // offloaded (torture mode). Otherwise the cells that a recipe can make.
-void send_away(Frame* frame, bool by_turns);
+void evict_touched(Frame* frame, bool by_turns);
 
 // The kernel itself, for kernels that have types (small_ops.cpp).
 const c10::BoxedKernel& boxed_kernel();

@@ -18,6 +18,7 @@
 #include "base/gil.h"
 #include "base/kernel_slots.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/tensors.h"
 #include "base/thread_state.h"
 #include "base/wait.h"
@@ -55,10 +56,7 @@ struct Kernel {
 
 // Kernels by the table of functions of their library. Python unloads no library, so an entry stays valid. It is not
 // erased, because a launch may wait without the GIL while the budget closes. Guarded by the GIL.
-std::unordered_map<PyMethodDef*, Kernel>& kernels() {
-  static auto* k = new std::unordered_map<PyMethodDef*, Kernel>;
-  return *k;
-}
+NoDestructor<std::unordered_map<PyMethodDef*, Kernel>> kernels;
 
 // Replays of other launches run without the GIL.
 PyObject* run_kernel(const Kernel& kernel, PyObject* self, PyObject* args) {
@@ -122,8 +120,8 @@ class LaunchRecording {
     if (C10_LIKELY(!recording_.recipe() || !recording_.recipe()->kind->clears.load(std::memory_order_relaxed))) return;
     size_t at = 0;
     for (const TensorArg& a : recording_.recipe()->tensors) {
-      if (a.role == Role::kFresh) std::memset(pointer_of(written_[at]).get(), 0, a.storage_bytes);
-      at += a.role == Role::kFresh || a.role == Role::kWritten;
+      if (a.role == ArgumentRole::kFresh) std::memset(pointer_of(written_[at]).get(), 0, a.storage_bytes);
+      at += a.role == ArgumentRole::kFresh || a.role == ArgumentRole::kWritten;
     }
   }
 
@@ -241,7 +239,7 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
   if (C10_UNLIKELY(moment != nullptr)) moment->ended(kernel.info, nullptr, 0, seconds, 0);
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
-  if (C10_UNLIKELY(the_session.options.torture) && depth.outermost()) send_away(&frame, true);
+  if (C10_UNLIKELY(the_session.options.torture) && depth.outermost()) evict_touched(&frame, true);
   return result;
 }
 
@@ -260,7 +258,7 @@ PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
 
 // Replaces the kernel's C function while a budget is open.
 PyObject* launch(PyObject* self, PyObject* args) {
-  const Kernel& kernel = kernels().find(PyModule_GetDef(self)->m_methods)->second;
+  const Kernel& kernel = kernels->find(PyModule_GetDef(self)->m_methods)->second;
   std::optional<InKernel> inside;
   if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
   // In a region the kernel's tensors are pinned already.
@@ -369,14 +367,14 @@ bool page_kernel(PyObject* function, const std::string& key, const std::string& 
     // A library that was loaded before with the same source stays loaded, and recipes may call it.
     if (repeats && args.size() <= kMostKernelArguments && !info->function) info->function = function_behind(def);
     // A launch of an earlier budget may still read its entry.
-    kernels().try_emplace(def, Kernel{def->ml_meth, info, args});
+    kernels->try_emplace(def, Kernel{def->ml_meth, info, args});
     def->ml_meth = &launch;
   }
   return true;
 }
 
 void unpage_kernels() {
-  for (auto& [def, kernel] : kernels()) def->ml_meth = kernel.original;
+  for (auto& [def, kernel] : *kernels) def->ml_meth = kernel.original;
   if (Buffers& b = buffers(); b.def) b.def->ml_meth = b.original;
 }
 

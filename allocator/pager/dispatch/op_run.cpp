@@ -239,7 +239,7 @@ void Call::outputs(Frame& frame) {
 
 bool Call::wrote_all() const {
   for (const TensorArg& a : recording_.recipe()->tensors) {
-    if (a.role != Role::kFresh) continue;
+    if (a.role != ArgumentRole::kFresh) continue;
     const c10::IValue& result = (*stack_)[stack_->size() - info_->returns];
     const c10::TensorImpl* t = result.isTensor() ? result.unsafeToTensorImpl() : nullptr;
     if (!t || static_cast<uint64_t>(t->numel()) * t->itemsize() != a.storage_bytes) return false;

@@ -32,12 +32,12 @@ bool interrupts(const std::exception& e) {
 bool Recording::may_check(uint64_t bytes) const {
   constexpr uint32_t kMostInVain = 8;  // determinism checks for which cells had to be evicted
   return has_room_for_check(bytes) ||
-         (!is_measuring_run() && recipe_->kind->trials.load(std::memory_order_relaxed) < kMostInVain);
+         (!is_measuring_run() && recipe_->kind->checks_without_room.load(std::memory_order_relaxed) < kMostInVain);
 }
 
 void Recording::copy_written() {
   for (const TensorArg& a : recipe_->tensors) {
-    if (a.role != Role::kWritten || !a.version->cell) continue;
+    if (a.role != ArgumentRole::kWritten || !a.version->cell) continue;
     Cell* c = a.version->cell;
     if (!may_check(c->nbytes)) return;
     try {
@@ -54,7 +54,7 @@ void Recording::copy_written() {
 
 bool Recording::has_copies() const {
   size_t written = 0;
-  for (const TensorArg& a : recipe_->tensors) written += a.role == Role::kWritten;
+  for (const TensorArg& a : recipe_->tensors) written += a.role == ArgumentRole::kWritten;
   return before_.size() == written;
 }
 
@@ -84,7 +84,7 @@ void Recording::check(c10::ArrayRef<c10::StorageImpl*> made, uint64_t bytes) {
     if (again == Again::kSameWhereWritten) kind->clears.store(true);
     end_check(again != Again::kOther, made);
   } catch (const c10::OutOfMemoryError&) {
-    kind->trials++;  // no room for a second result: another time
+    kind->checks_without_room++;  // no room for a second result: another time
     kind->needs_bytes = refused_bytes() + bytes;
   } catch (const std::exception& e) {
     if (interrupts(e)) throw;

@@ -31,18 +31,20 @@ namespace {
 struct PinObject {
   PyObject_HEAD Session* session;
   std::vector<std::pair<Cell*, StoragePtr>>* cells;
-  bool region, reader, held;
+  PinLife life;
+  bool counted;  // it pins its cells: a pin that failed has nothing to end
 };
 
 void pin_dealloc(PyObject* self) {
-  auto* pins = reinterpret_cast<PinObject*>(self)->cells;
-  if (reinterpret_cast<PinObject*>(self)->region) {
+  const PinObject& pin = *reinterpret_cast<PinObject*>(self);
+  auto* const pins = pin.cells;
+  if (pin.counted && pin.life == PinLife::kRegion) {
     --tl_regions;
-    const Session& session = *reinterpret_cast<PinObject*>(self)->session;
+    const Session& session = *pin.session;
     if (session.open) note_working_set(session, pins->size(), [&](size_t i) { return (*pins)[i].first; });
   }
-  if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
-  if (reinterpret_cast<PinObject*>(self)->held) {
+  if (pin.counted && pin.life != PinLife::kHeld) --tl_readers;
+  if (pin.counted && pin.life == PinLife::kHeld) {
     const Hold lock(graph_lock());
     for (auto& [c, s] : *pins) end_held_locked(c);
   }
@@ -66,13 +68,13 @@ PyTypeObject pin_type = [] {
 
 }  // namespace
 
-PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, bool written, bool region, bool reader,
-                  bool hardly) {
+PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, PinLife life, bool written, bool one_element) {
   auto* self = PyObject_New(PinObject, &pin_type);
   if (!self) return nullptr;
   self->session = &session;
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
-  self->region = self->reader = self->held = false;
+  self->life = life;
+  self->counted = false;
   PyObject* result = guarded([&]() -> PyObject* {
     if (queues && session.open) note_stream(session);  // the reader may queue no op
     for (const StoragePtr& s : storages) finish_pending_of(session, s.get());
@@ -85,15 +87,15 @@ PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, bool writt
         if (!c && session.open && written) grows_in_pool(session, s.get());
         if (!c && session.open && adoptable(session, s.get())) {
           if (written || s->nbytes() >= session.options.small_bytes)
-            c = hardly ? adopt_if_room(session, s.get(), tl_depth == 0)
-                       : adopt_in_budget(session, s.get(), tl_depth == 0);
+            c = one_element ? adopt_if_room(session, s.get(), tl_depth == 0)
+                            : adopt_in_budget(session, s.get(), tl_depth == 0);
           else
             share_mapping(s.get());
         }
         if (!c) continue;
         pin(c, ticks());
         self->cells->emplace_back(c, std::move(s));
-        bring_back(c);
+        restore_cell(c);
         if (written) begin_new_version(c);
       }
     } catch (const c10::OutOfMemoryError&) {  // the other storages have to be in memory at the same time
@@ -108,15 +110,14 @@ PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, bool writt
       throw;
     }
     PyEval_RestoreThread(saved);
-    self->region = region;
-    self->reader = reader;
-    if (region) {
+    self->counted = true;
+    if (life == PinLife::kRegion) {
       ++tl_regions;
       begin_scratch();
     }
-    if (reader) ++tl_readers;
-    self->held = !reader && !region;
-    if (self->held) {
+    if (life != PinLife::kHeld) {
+      ++tl_readers;
+    } else {
       const Hold lock(graph_lock());
       for (auto& [c, s] : *self->cells) begin_held_locked(c);
     }

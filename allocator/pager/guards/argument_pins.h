@@ -1,8 +1,10 @@
-// Pins that Python holds: they keep the bytes of tensors in place while a call reads them (rule 9: scoped).
+// Pins that Python holds: they keep the bytes of tensors in place while a call reads them (rule 9: scoped), or for as
+// long as `memmgr.pin` or a collective keeps them.
 #pragma once
 
 #include <Python.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "base/session.h"
@@ -10,12 +12,16 @@
 
 namespace memmgr::pager {
 
-// Returns an object that pins these storages; null with Python's error set. region: this thread's ops are not paged
-// while it lives, since the caller reads their outputs without an op. reader: it lives as long as a call of this thread
-// that has declared its writes. hardly: the call reads one element, so a mapped storage that finds no room stays in its
-// mapping.
-PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, bool written, bool region, bool reader,
-                  bool hardly = false);
+enum class PinLife : uint8_t {
+  kCall,    // a call of this thread that has declared its writes
+  kRegion,  // such a call, and its thread's ops are not paged, since the caller reads their outputs without an op
+  kHeld,    // until it is released: a long pin
+};
+
+// Returns an object that pins these storages while it lives; null with Python's error set. one_element: the call reads
+// one element, so a mapped storage that finds no room stays in its mapping.
+PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, PinLife life, bool written,
+                  bool one_element = false);
 PyTypeObject* pin_class();  // null: Python's error is set
 
 }  // namespace memmgr::pager

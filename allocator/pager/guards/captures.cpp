@@ -59,16 +59,16 @@ void begin_capture(Session& session) {
     const Hold lock(graph_lock());
     for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // no stream waits inside the graph
   }
-  nothing_leaves(true);
+  freeze_evictions(true);
   captures++;
 }
 
 void end_capture() {
-  if (captures.load() > 0 && --captures == 0) nothing_leaves(false);
+  if (captures.load() > 0 && --captures == 0) freeze_evictions(false);
 }
 
 void forget_captures() {
-  if (captures.exchange(0) > 0) nothing_leaves(false);
+  if (captures.exchange(0) > 0) freeze_evictions(false);
 }
 
 }  // namespace memmgr::pager

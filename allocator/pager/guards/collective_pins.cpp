@@ -10,6 +10,7 @@
 #endif
 
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
 
@@ -30,10 +31,7 @@ struct Works {
   std::atomic<size_t> count{0};
 };
 
-Works& works() {
-  static auto* w = new Works;
-  return *w;
-}
+NoDestructor<Works> works;
 
 // Some backends report the end in wait() only, and some never.
 bool completed(Target* work) {
@@ -51,7 +49,7 @@ void end_works(Ended&& ended) {
   std::vector<Cell*> done;
   std::list<InFlight> gone;  // the last reference to a work frees its tensors: outside of the lock
   {
-    Works& w = works();
+    Works& w = *works;
     const Hold lock(w.lock);
     for (auto it = w.all.begin(); it != w.all.end();) {
       if (!ended(it->work)) {
@@ -78,7 +76,7 @@ void keep_until_done(const c10::intrusive_ptr<Target>& work, std::vector<Cell*> 
     const Hold lock(graph_lock());
     for (Cell* c : pinned) begin_held_locked(c);
   }
-  Works& w = works();
+  Works& w = *works;
   const Hold lock(w.lock);
   w.all.push_back({c10::weak_intrusive_ptr<Target>(work), std::move(pinned)});
   w.count = w.all.size();
@@ -88,7 +86,7 @@ void poll_works() {
   // Called without the lock: a Work that is written in Python takes the GIL.
   std::vector<c10::intrusive_ptr<Target>> living;
   {
-    Works& w = works();
+    Works& w = *works;
     const Hold lock(w.lock);
     for (const InFlight& flight : w.all)
       if (auto work = flight.work.lock()) living.push_back(std::move(work));
@@ -105,6 +103,6 @@ void forget_works() {
   end_works([](const auto&) { return true; });
 }
 
-size_t works_in_flight() { return works().count.load(); }
+size_t works_in_flight() { return works->count.load(); }
 
 }  // namespace memmgr::pager

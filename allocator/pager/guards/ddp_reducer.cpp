@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
 #include "cells/types.h"
@@ -84,22 +85,19 @@ struct Accumulated {
   std::vector<Last> all GUARDED_BY(lock);  // one for each thread
 };
 
-Accumulated& accumulated() {
-  static auto* a = new Accumulated;
-  return *a;
-}
+NoDestructor<Accumulated> accumulated;
 
 // Returns the cells that `node` has touched in this thread. The cells of another node move to `before`, whose pins the
 // caller ends outside of the lock.
-std::vector<Cell*>& touched_locked(const void* node, std::vector<Cell*>* before) REQUIRES(accumulated().lock) {
-  for (Last& last : accumulated().all)
+std::vector<Cell*>& touched_locked(const void* node, std::vector<Cell*>* before) REQUIRES(accumulated->lock) {
+  for (Last& last : accumulated->all)
     if (last.thread == std::this_thread::get_id()) {
       if (last.node != node) before->swap(last.pinned);
       last.node = node;
       return last.pinned;
     }
-  accumulated().all.push_back({std::this_thread::get_id(), node, {}});
-  return accumulated().all.back().pinned;
+  accumulated->all.push_back({std::this_thread::get_id(), node, {}});
+  return accumulated->all.back().pinned;
 }
 
 void give_back(const std::vector<Cell*>& cells) {
@@ -117,7 +115,7 @@ void keep(Each&& each) {
   if (!node || !dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get())) return;
   std::vector<Cell*> before;
   {
-    const Hold lock(accumulated().lock);
+    const Hold lock(accumulated->lock);
     const Hold graph(graph_lock());
     std::vector<Cell*>& pinned = touched_locked(node.get(), &before);
     each([&](Cell* c) {
@@ -136,8 +134,8 @@ void reducers_listen(bool begin) {
   if (reducers_listening.load() > 0) return;
   std::vector<Last> all;
   {
-    const Hold lock(accumulated().lock);
-    all.swap(accumulated().all);
+    const Hold lock(accumulated->lock);
+    all.swap(accumulated->all);
   }
   for (const Last& last : all) give_back(last.pinned);
 }
@@ -153,7 +151,7 @@ void keep_accumulated(const c10::IValue& view) {
   Cell* c = t && t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
   if (!c || c->small) return;
   keep([&](auto&& take) { take(c); });
-  bring_back(c);
+  restore_cell(c);
 }
 
 }  // namespace memmgr::pager

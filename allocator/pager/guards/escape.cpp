@@ -22,7 +22,7 @@ void escape(Cell* c, Escape why) {
   Session& session = c->pool->session;
   pin(c, ticks());
   try {
-    bring_back(c);
+    restore_cell(c);
     if (c->filled_on != kNotFilled) {  // a reader of the address waits for no stream
       c->pool->settle();
       c->filled_on = kNotFilled;

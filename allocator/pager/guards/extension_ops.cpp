@@ -15,6 +15,7 @@
 #include "base/clock.h"
 #include "base/errors.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/private_member.h"
 #include "base/seen_threads.h"
 #include "base/thread_state.h"
@@ -64,7 +65,7 @@ void ForeignScope::keep(const c10::IValue& view) {
   if (!c || c->small) return;
   pin(c, ticks());
   try {
-    bring_back(c);
+    restore_cell(c);
     keep(c);
   } catch (...) {
     unpin(c);
@@ -96,10 +97,7 @@ struct Guarded {
 };
 
 // By the object that pybind11 binds to each function as its self: the record of its overloads. Guarded by the GIL.
-std::unordered_map<PyObject*, Guarded>& guarded_functions() {
-  static auto* g = new std::unordered_map<PyObject*, Guarded>;
-  return *g;
-}
+NoDestructor<std::unordered_map<PyObject*, Guarded>> guarded_functions;
 
 THPObjectPtr alive(const Guarded& g) {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -137,7 +135,7 @@ template <class Call>
 PyObject* call_with(Session& session, std::vector<StoragePtr> storages, Call&& call) {
   PyObject* pin = guarded([&] {
     finish_all_pending(session);  // the call may use tensors that are not among its arguments
-    return new_pin(session, std::move(storages), true, false, true);
+    return new_pin(session, std::move(storages), PinLife::kCall, true);
   });
   if (!pin) return nullptr;
   PyObject* result;
@@ -156,8 +154,8 @@ PyObject* call_with(Session& session, std::vector<StoragePtr> storages, Call&& c
 // `visit` collects the arguments' storages, `call` calls the original.
 template <class Visit, class Call>
 PyObject* call_guarded(PyObject* self, Visit&& visit, Call&& call) {
-  const auto found = guarded_functions().find(self);
-  if (found == guarded_functions().end()) {
+  const auto found = guarded_functions->find(self);
+  if (found == guarded_functions->end()) {
     PyErr_SetString(PyExc_RuntimeError, "memmgr: a guarded function has lost its original");
     return nullptr;
   }
@@ -196,7 +194,7 @@ PyObject* call_with_array(PyObject* self, PyObject* const* args, Py_ssize_t n, P
 // Drops entries of functions that have ended, so that a program that keeps making functions does not fill the memory.
 void forget_ended() {
   static size_t enough = 1024;
-  auto& all = guarded_functions();
+  auto& all = *guarded_functions;
   if (all.size() < enough) return;
   for (auto it = all.begin(); it != all.end();) {
     if (alive(it->second)) {
@@ -261,7 +259,7 @@ bool guard_function(Session& session, PyObject* function, Libraries* libraries) 
     PyErr_Clear();
     return false;
   }
-  Guarded& g = guarded_functions()[PyCFunction_GET_SELF(function)];
+  Guarded& g = (*guarded_functions)[PyCFunction_GET_SELF(function)];
   Py_XDECREF(g.function);  // of a function that has ended and had the same self
   g = {weak, def->ml_meth, &session};
   def->ml_meth = guarded;
@@ -280,7 +278,7 @@ PyObject* call_foreign(Session& session, PyObject* function, PyObject* args, PyO
 
 void unguard_functions() {
   std::unordered_map<PyObject*, Guarded> all;
-  all.swap(guarded_functions());
+  all.swap(*guarded_functions);
   for (auto& [self, g] : all) {
     if (THPObjectPtr function = alive(g))
       reinterpret_cast<PyCFunctionObject*>(function.get())->m_ml->ml_meth = g.original;
@@ -300,10 +298,7 @@ struct CustomNode : torch::autograd::Node {
   torch::autograd::AutogradContext context;
 };
 
-std::unordered_set<c10::OperatorName>& shown_ops() {
-  static auto* s = new std::unordered_set<c10::OperatorName>;
-  return *s;
-}
+NoDestructor<std::unordered_set<c10::OperatorName>> shown_ops;
 
 // Torch's callbacks have no argument of their own. Set before the first is registered, and read by threads that still
 // run one after it was removed.
@@ -319,7 +314,7 @@ std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunctio
     saved = &(static_cast<CustomNode*>(node.get())->context.*private_member(SavedOfContext()));
   } else {
     const auto name = fn.operator_name();
-    if (!name || !shown_ops().count(*name)) return nullptr;
+    if (!name || !shown_ops->count(*name)) return nullptr;
   }
   auto call = std::make_unique<ForeignCall>(session);
   for (const c10::IValue& v : fn.inputs()) call->frame.value(v, true);
@@ -350,9 +345,9 @@ void watch_foreign_calls(Session& session) {
   }
   listen(kForeignCalls, true);
   if (nodes_watch == at::INVALID_CALLBACK_HANDLE) nodes_watch = watch(at::RecordScope::BACKWARD_FUNCTION);
-  if (found.size() == shown_ops().size()) return;
+  if (found.size() == shown_ops->size()) return;
   if (ops_watch != at::INVALID_CALLBACK_HANDLE) at::removeCallback(ops_watch);
-  shown_ops() = std::move(found);
+  *shown_ops = std::move(found);
   ops_watch = watch(at::RecordScope::FUNCTION);
 }
 
@@ -361,25 +356,33 @@ void forget_foreign_calls() {
     if (*h != at::INVALID_CALLBACK_HANDLE) at::removeCallback(*h);
     *h = at::INVALID_CALLBACK_HANDLE;
   }
-  shown_ops().clear();
+  shown_ops->clear();
   listen(kForeignCalls, false);
 }
 
 // ---- libraries that link libtorch ----
 
+namespace {
+
+// The libraries that were found when the loader had added and removed so many. Guarded by the GIL.
+struct KnownLibraries {
+  unsigned long long adds = 0, subs = 0;
+  std::vector<std::string> paths;
+};
+
+NoDestructor<KnownLibraries> known_libraries;
+
+}  // namespace
+
 const std::vector<std::string>& libraries_that_use_torch() {
-  // Searched again only if the loader has added or removed a library since: it is called whenever a budget opens.
-  struct Known {
-    unsigned long long adds = 0, subs = 0;
-    std::vector<std::string> paths;
-  };
-  static auto* known = new Known;  // under the GIL
+  // Each budget's opening calls it. It searches again if the loader has added or removed a library since.
   bool first = true;
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* first) {
         if (std::exchange(*static_cast<bool*>(first), false)) {
-          if (info->dlpi_adds == known->adds && info->dlpi_subs == known->subs) return 1;
-          *known = {info->dlpi_adds, info->dlpi_subs, {}};
+          KnownLibraries& known = *known_libraries;
+          if (info->dlpi_adds == known.adds && info->dlpi_subs == known.subs) return 1;
+          known = {info->dlpi_adds, info->dlpi_subs, {}};
         }
         const char* names = nullptr;
         size_t length = 0;
@@ -394,11 +397,11 @@ const std::vector<std::string>& libraries_that_use_torch() {
         // glibc has relocated the address; where it has not (vdso), it is an offset.
         if (names && reinterpret_cast<uintptr_t>(names) > info->dlpi_addr && info->dlpi_name[0] &&
             memmem(names, length, "3c10", 4))
-          known->paths.push_back(info->dlpi_name);
+          known_libraries->paths.push_back(info->dlpi_name);
         return 0;
       },
       &first);
-  return known->paths;
+  return known_libraries->paths;
 }
 
 }  // namespace memmgr::pager

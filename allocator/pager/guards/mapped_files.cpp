@@ -108,7 +108,7 @@ void move_to_mapping(Cell* c) {
       c->outside = true;
       mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
       if (absent) {
-        last = come_back_locked(c, std::move(range.home), kNotFilled, &trash);
+        last = become_resident_locked(c, std::move(range.home), kNotFilled, &trash);
       } else {
         before = put_locked(c, std::move(range.home));
         last = end_move_locked(c, false);
@@ -238,7 +238,7 @@ static void move_to_pool(Cell* c) {
     const Hold lock(graph_lock());
     forget_file_locked(c, &trash);
     if (absent) {
-      last = come_back_locked(c, std::move(block), kNotFilled, &trash);
+      last = become_resident_locked(c, std::move(block), kNotFilled, &trash);
     } else {
       if (block) {
         mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));

@@ -80,7 +80,7 @@ void NestedOp::look_at(const c10::IValue& value) {
           StoragePtr held = StoragePtr::reclaim_copy(t->unsafe_storage().unsafeGetStorageImpl());
           pin(c, ticks());
           tl_outermost->pinned_.emplace_back(c, std::move(held));
-          bring_back(c);
+          restore_cell(c);
         }
       },
       [](c10::StorageImpl*) {});

@@ -85,7 +85,7 @@ void Frame::pin_all() {
     return;
   }
   try {
-    for (const Touched& t : cells_) bring_back(t.cell);
+    for (const Touched& t : cells_) restore_cell(t.cell);
   } catch (const c10::OutOfMemoryError&) {
     if (!session_.tier_writes || !one_by_one()) throw;
   }
@@ -150,19 +150,19 @@ bool Frame::one_by_one() {
       pin(t.cell, ticks());
       pinned_ = 0;
       try {
-        bring_back(t.cell);
+        restore_cell(t.cell);
       } catch (...) {
         unpin(t.cell);
         throw;
       }
       unpin(t.cell);
-      let_go(t.cell, Way::kOffload);
+      evict(t.cell, EvictedFor::kArgument, Way::kOffload);
     }
     for (const Touched& t : cells_) {
       pin(t.cell, ticks());
       ++pinned_;
     }
-    for (const Touched& t : cells_) bring_back(t.cell);
+    for (const Touched& t : cells_) restore_cell(t.cell);
   }
   for (StoragePtr& s : held)
     if (s) drop(std::move(s));

@@ -38,8 +38,8 @@ namespace {
 // op of every thread 0.5 us). While it runs eviction is frozen and absent cells are restored, and every cell counts as
 // written. The thread's next op is seen.
 struct Unseen final : at::ObserverContext {
-  Unseen() { nothing_leaves(true); }
-  ~Unseen() override { nothing_leaves(false); }
+  Unseen() { freeze_evictions(true); }
+  ~Unseen() override { freeze_evictions(false); }
 };
 
 // Returns all cells, the one that was touched last first.
@@ -86,7 +86,7 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
       if (away && mm_arena_resident(session.arena) + c->nbytes + largest > mm_arena_budget(session.arena)) continue;
       pin(c, ticks());
       try {
-        bring_back(c);
+        restore_cell(c);
         begin_new_version(c);
       } catch (const std::exception&) {
       }

@@ -15,6 +15,7 @@
 #include <deque>
 
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/private_member.h"
 #include "base/seen_threads.h"
 
@@ -120,13 +121,10 @@ struct Interned {
   std::deque<Switches> all GUARDED_BY(lock);  // addresses stay valid
 };
 
-Interned& interned() {
-  static auto* i = new Interned;
-  return *i;
-}
+NoDestructor<Interned> interned;
 
 const Switches& switches_of(int id) {
-  Interned& known = interned();
+  Interned& known = *interned;
   const Hold lock(known.lock);
   return known.all[static_cast<size_t>(id)];
 }
@@ -161,7 +159,7 @@ C10_NOINLINE Seen& last_seen() {  // not inlined: the compiler would look up the
 }
 
 int intern(const Switches& now) {
-  Interned& known = interned();
+  Interned& known = *interned;
   const Hold lock(known.lock);
   for (size_t i = 0; i < known.all.size(); ++i)
     if (known.all[i] == now) return static_cast<int>(i);

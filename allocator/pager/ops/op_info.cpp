@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "base/lock.h"
+#include "base/no_destructor.h"
 
 namespace memmgr::pager {
 
@@ -78,7 +79,7 @@ struct NamedOp {
   // and MIOpen advance the state of their dropout generator in place; torch keeps it in one tensor for each device and
   // passes it to each forward. oneDNN's quantized convolution adds to `qaccum` in place where that is channels_last,
   // and returns it. Empty: none.
-  std::string_view written_in_silence = {};
+  std::string_view undeclared_write = {};
 };
 
 // Sorted by name. It names no overload: a fact is one of all overloads.
@@ -343,7 +344,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   read_tables(row);
   classify(schema, row);
   const bool never =
-      (row.facts & facts::kNeverAgain) || !row.written_in_silence.empty() || storage_op || uninitialized || lazy_clone;
+      (row.facts & facts::kNeverAgain) || !row.undeclared_write.empty() || storage_op || uninitialized || lazy_clone;
   const bool own = kind == OpClass::kOrdinary || kind == OpClass::kMetadata;
   recordable = own && !never && writes <= 1 && (running_mean < 0 || writes == 0);
 }
@@ -353,7 +354,7 @@ void OpInfo::read_arguments(const c10::FunctionSchema& schema, const facts::Name
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& a = schema.arguments()[i];
     const bool write = (a.alias_info() && a.alias_info()->isWrite()) ||
-                       (!row.written_in_silence.empty() && row.written_in_silence == a.name());
+                       (!row.undeclared_write.empty() && row.undeclared_write == a.name());
     may_hold_tensors.push_back(holds_tensors(*a.type()));
     written.push_back(write);
     writes += write ? 1 : 0;
@@ -458,6 +459,11 @@ struct KnownOps {
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountsEnds>());
 };
 
+NoDestructor<KnownOps> known_ops;
+
+// By a kernel's key. Guarded by the GIL.
+NoDestructor<std::unordered_map<std::string, OpInfo*>> known_kernels;
+
 }  // namespace
 
 OpInfo* info_of(const c10::OperatorHandle& op) {
@@ -472,10 +478,8 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
   Entry& e = recent[(hash >> 6) % 1024];
   const uint32_t ended = ended_ops.load(std::memory_order_relaxed);
   if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op && e.ended == ended)) return e.info;
-  Lock& lock = lock_of(LockId::kOpInfos);
-  static auto* known = new KnownOps;
-  const Hold held(lock);
-  auto& [info, then] = known->all[op];
+  const Hold lock(lock_of(LockId::kOpInfos));
+  auto& [info, then] = known_ops->all[op];
   // Torch's own entries are kept: their signatures have earned trust.
   if (!info || (then != ended && !(info->torchs && is_torchs(op)))) info = new OpInfo(op);
   then = ended;
@@ -484,8 +488,7 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
 }
 
 OpInfo* info_of_kernel(const std::string& key, const std::string& name) {
-  static auto* all = new std::unordered_map<std::string, OpInfo*>;  // the GIL is held
-  OpInfo*& info = (*all)[key];
+  OpInfo*& info = (*known_kernels)[key];
   if (!info) info = new OpInfo(name);
   return info;
 }

@@ -71,7 +71,7 @@ struct OpInfo {
   bool races = false;              // on the CPU
   int in_order_unless = -1;        // position of the argument that must be true for any order; -1: none
   int generator = -1;              // position of the generator
-  int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
+  int running_mean = -1, running_var = -1, training = -1;  // undeclared writes of batch norm
   bool always_training = false;                            // it has no argument `training`
   std::vector<uint8_t> may_hold_tensors;                   // by argument
   std::vector<uint8_t> written;                            // by argument
@@ -96,7 +96,7 @@ struct OpInfo {
   }
 
  private:
-  // Declared and silent writes, positions.
+  // Declared and undeclared writes, positions.
   void read_arguments(const c10::FunctionSchema& schema, const facts::NamedOp& row);
   void read_tables(const facts::NamedOp& row);  // facts by the op's name
   void classify(const c10::FunctionSchema& schema, const facts::NamedOp& row);

@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/copies.h"
@@ -42,10 +43,7 @@ struct TurnOrder {
   uint32_t places_until(const Cell* c) const { return (c->in_turn + count() - at) % count(); }
 };
 
-TurnOrder& turn_order() {
-  static auto* o = new TurnOrder;
-  return *o;
-}
+NoDestructor<TurnOrder> turn_order;
 
 // Evicts cells that are touched after `until` places. It does not wait for a write.
 bool make_room_behind(uint64_t bytes, uint32_t until) {
@@ -54,12 +52,12 @@ bool make_room_behind(uint64_t bytes, uint32_t until) {
     Cell* c;
     {
       const Hold lock(graph_lock());
-      const TurnOrder& o = turn_order();
+      const TurnOrder& o = *turn_order;
       if (!o.applies() || back + until >= o.count()) return false;
       c = o.before(back);
       if (!c || c->slot < 0 || !c->resident() || o.places_until(c) <= until || !claim_locked(c)) continue;
     }
-    released += leave_claimed(c, Way::kOffload);
+    released += evict_claimed(c, EvictedFor::kReadAhead, Way::kOffload);
   }
   return true;
 }
@@ -83,7 +81,7 @@ void close_locked(TurnOrder& o, const std::vector<uint32_t>& first) {
 }  // namespace
 
 void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells) {
-  TurnOrder& o = turn_order();
+  TurnOrder& o = *turn_order;
   const uint64_t now = ticks();
   o.turn_ticks = now - o.learned;
   o.learned = now;
@@ -101,7 +99,7 @@ void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells) {
 }
 
 void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& cells) {
-  TurnOrder& o = turn_order();
+  TurnOrder& o = *turn_order;
   o.turn_ticks = 2 * (ticks() - o.learned);
   forget_order_locked();
   std::vector<uint32_t> first;
@@ -113,7 +111,7 @@ void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& ce
 }
 
 void forget_order_locked() {
-  TurnOrder& o = turn_order();
+  TurnOrder& o = *turn_order;
   for (Cell* c : o.cells)
     if (c) c->in_turn = 0;
   o.cells.clear();
@@ -125,7 +123,7 @@ void forget_order_locked() {
 
 static void forget_in_order_locked(Cell* c) {
   if (!c->in_turn) return;
-  TurnOrder& o = turn_order();
+  TurnOrder& o = *turn_order;
   uint32_t place = c->in_turn;
   do {
     o.cells[place - 1] = nullptr;
@@ -136,10 +134,10 @@ static void forget_in_order_locked(Cell* c) {
 
 static const ListensToCells forgets_places({nullptr, &forget_in_order_locked});
 
-void use_order_locked(bool on) { turn_order().used = on; }
+void use_order_locked(bool on) { turn_order->used = on; }
 
 void touch_in_order_locked(Cell* c) {
-  TurnOrder& o = turn_order();
+  TurnOrder& o = *turn_order;
   const uint32_t ahead = o.places_until(c);
   if (ahead > std::max(kNear, o.count() / kShareNear) && ++o.astray < kLostAfter) return;
   o.astray = 0;
@@ -148,18 +146,18 @@ void touch_in_order_locked(Cell* c) {
 }
 
 static uint64_t ticks_until_touch_locked(const Cell* c) {
-  const TurnOrder& o = turn_order();
+  const TurnOrder& o = *turn_order;
   if (!c->in_turn || !o.applies()) return 0;
   const uint32_t places = o.places_until(c);
   return 1 + o.turn_ticks * (places ? places : o.count()) / o.count();
 }
 
 static bool order_has_moved_locked() {
-  const TurnOrder& o = turn_order();
+  const TurnOrder& o = *turn_order;
   return o.applies() && (o.at + o.count() - o.ranked_at) % o.count() > o.count() / kRanksOfATurn;
 }
 
-static void order_was_used_locked() { turn_order().ranked_at = turn_order().at; }
+static void order_was_used_locked() { turn_order->ranked_at = turn_order->at; }
 
 static const bool foretells =
     (next_touch = {&ticks_until_touch_locked, &order_has_moved_locked, &order_was_used_locked}, true);
@@ -169,7 +167,7 @@ static void write_behind(const Session& session) {
   constexpr uint32_t kLooks = 16;
   constexpr size_t kMostWrites = 4;
   const Hold lock(graph_lock());
-  const TurnOrder& o = turn_order();
+  const TurnOrder& o = *turn_order;
   if (!o.applies() || !session.may_offload()) return;
   for (uint32_t back = 0; back < std::min(kLooks, o.count()) && writes_under_way().size() < kMostWrites; ++back)
     if (Cell* c = o.before(back); c && o.places_until(c) > o.count() / 4 && c->resident()) begin_write_locked(c);
@@ -185,7 +183,7 @@ void read_in_order(const Session& session) {
     StoragePtr held;
     {
       const Hold lock(graph_lock());
-      const TurnOrder& o = turn_order();
+      const TurnOrder& o = *turn_order;
       for (;; ++places) {
         if (!o.applies() || places >= o.count() || ahead >= most) return;
         c = o.after(places);

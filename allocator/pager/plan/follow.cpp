@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/deferred_drop.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/tensors.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
@@ -29,7 +30,7 @@ constexpr size_t kMostPlans = 16;
 constexpr uint64_t kAll = ~uint64_t{0};
 constexpr size_t kMostLooks = 256;  // departures looked at under the graph's lock, for one request
 
-struct Going {
+struct Departure {
   uint32_t ordinal;
   uint32_t turn;  // the count of the cell's returns when it departed
   Way way;
@@ -48,9 +49,9 @@ struct Follower {
   const FollowedPlan* leads = nullptr;
   bool decided = false;                                      // True once a plan leads, or none fits.
   size_t departures = 0, writes = 0, reads = 0, groups = 0;  // the next action of each kind
-  std::deque<Going> going;
+  std::deque<Departure> going;
   // Departures that are done. A cell that a rematerialization restored before its time departs again.
-  std::vector<Going> gone;
+  std::vector<Departure> gone;
   // By ordinal, of this period and of the one before: how often the plan has made the cell resident. A departure with a
   // smaller number is void.
   std::vector<uint32_t> turns;
@@ -61,10 +62,7 @@ struct Follower {
   LeftPlan left;
 };
 
-Follower& follower() {
-  static auto* f = new Follower;
-  return *f;
-}
+NoDestructor<Follower> follower;
 
 std::atomic<bool> leading{false}, foretelling{false};
 
@@ -137,7 +135,7 @@ void depart_in_group_locked(Follower& f, const PlanRow& row) {
 // Called when no recipe of the group can run that would read the cells.
 void end_group() {
   const Hold lock(graph_lock());
-  Follower& f = follower();
+  Follower& f = *follower;
   for (const Unread& u : f.unread)
     if (u.departs) depart_locked(f, u.ordinal, u.how);
   f.unread.clear();
@@ -146,10 +144,10 @@ void end_group() {
 // Returns the first departure whose block has the request's size: no pages are moved, and no other cell is evicted for
 // it. A cell without a copy does not count, as its eviction waits for a write. Without such a departure it is the first
 // one.
-std::deque<Going>::iterator place_of_locked(const Options& options, Follower& f, uint64_t request) {
+std::deque<Departure>::iterator place_of_locked(const Options& options, Follower& f, uint64_t request) {
   const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
   if (request < options.small_bytes) return f.going.begin();
-  const auto found = std::find_if(f.going.begin(), end, [&](const Going& g) {
+  const auto found = std::find_if(f.going.begin(), end, [&](const Departure& g) {
     const Cell* c = turn_of(f, g.ordinal) == g.turn ? cell_locked(f, g.ordinal) : nullptr;
     return c && rounded(c->nbytes) == rounded(request) && c->state.load(std::memory_order_relaxed) == 0 &&
            (g.way == Way::kEvict || c->slot >= 0);
@@ -160,8 +158,8 @@ std::deque<Going>::iterator place_of_locked(const Options& options, Follower& f,
 // Moves cells that the plan has evicted and that are resident all the same to the pending departures. False: there is
 // none.
 bool go_again_locked(Follower& f) {
-  std::vector<Going> gone;
-  for (const Going& g : f.gone) {
+  std::vector<Departure> gone;
+  for (const Departure& g : f.gone) {
     if (turn_of(f, g.ordinal) != g.turn) continue;
     const Cell* c = cell_locked(f, g.ordinal);
     if (!c) continue;
@@ -183,13 +181,13 @@ uint64_t lacked_bytes_locked(const Follower& f) {
 }
 
 // Evicts the cells that have departed. Blocks have places only where each of them ends when the plan says.
-void go_at_once(const Session& session) {
+void evict_departed(const Session& session) {
   {
     const Hold lock(graph_lock());
-    const Follower& f = follower();
+    const Follower& f = *follower;
     if (!f.places || f.going.empty()) return;
   }
-  let_planned_go(session, kAll, 0);
+  evict_planned(session, kAll, 0);
 }
 
 // Begins the reads that are due. A read that finds no room is tried again after the next op.
@@ -200,13 +198,13 @@ void read_ahead(const Session& session, std::vector<uint32_t> due) {
     StoragePtr held;
     {
       const Hold lock(graph_lock());
-      c = cell_locked(follower(), ordinal);
+      c = cell_locked(*follower, ordinal);
       if (!c || c->resident() || !c->storage._unsafe_get_target()) continue;
       held = hold(c);
     }
     if (!held) continue;
     bool begun = begin_read(c);
-    if (!begun && let_planned_go(session, c->nbytes, c->nbytes, true)) begun = begin_read(c);
+    if (!begun && evict_planned(session, c->nbytes, c->nbytes, true)) begun = begin_read(c);
     if (!begun) later.push_back(ordinal);
     drop(std::move(held));
     if (!later.empty()) {  // keeps the order: the first read is needed first
@@ -218,13 +216,13 @@ void read_ahead(const Session& session, std::vector<uint32_t> due) {
   }
   if (later.empty()) return;
   const Hold lock(graph_lock());
-  Follower& f = follower();
+  Follower& f = *follower;
   if (f.leads) f.deferred.insert(f.deferred.begin(), later.begin(), later.end());
 }
 
 // A recipe has run for others of its group. Cells that waited for it depart.
 void has_been_read_locked(const Recipe* r) {
-  Follower& f = follower();
+  Follower& f = *follower;
   if (f.unread.empty()) return;
   for (const TensorArg& a : r->tensors)
     for (Unread& u : f.unread) {
@@ -247,7 +245,7 @@ void run_group(const Session& session, const std::vector<PlanRow>& rows, uint32_
     StoragePtr held;
     {
       const Hold lock(graph_lock());
-      Follower& f = follower();
+      Follower& f = *follower;
       if (!f.leads) return;  // the waiting cells were forgotten with the plan
       if (row.what != Row::kMake) {
         depart_in_group_locked(f, row);
@@ -260,33 +258,33 @@ void run_group(const Session& session, const std::vector<PlanRow>& rows, uint32_
     if (!held) continue;
     pin(c, ticks());
     try {
-      bring_back(c);
+      restore_cell(c);
     } catch (const std::exception&) {
       room = false;  // the op that needs the cell makes it with its own pins, and raises the error
     }
     unpin(c);
     drop(std::move(held));
     group.end_read();
-    go_at_once(session);
+    evict_departed(session);
   }
   end_group();
-  go_at_once(session);
+  evict_departed(session);
 }
 
 }  // namespace
 
-static uint64_t let_planned_go_in_malloc(const Session& session, uint64_t want, uint64_t request) {
-  return let_planned_go(session, want, request);
+static uint64_t evict_planned_in_malloc(const Session& session, uint64_t want, uint64_t request) {
+  return evict_planned(session, want, request);
 }
-static const bool lets_planned_go =
-    (room_sources.planned = &let_planned_go_in_malloc, room_sources.plan_is_short = &note_short, true);
+static const bool evicts_planned =
+    (room_sources.planned = &evict_planned_in_malloc, room_sources.plan_is_short = &note_short, true);
 
 void add_plan(const Session& session, FollowedPlan plan) {
   if (queues)
     plan.places = std::shared_ptr<mm_places>(mm_places_make(),
                                              [arena = session.arena](mm_places* p) { mm_places_end(arena, p); });
   const Hold lock(graph_lock());
-  Follower& f = follower();
+  Follower& f = *follower;
   for (const FollowedPlan& p : f.plans)
     if (p.hashes == plan.hashes) plan.after = p.after;
   f.plans.remove_if([&](const FollowedPlan& p) { return p.hashes == plan.hashes && &p != f.leads; });
@@ -296,9 +294,9 @@ void add_plan(const Session& session, FollowedPlan plan) {
 
 void drop_plans(const Session& session) {
   const Hold lock(graph_lock());
-  lead_locked(follower(), nullptr, 0);
-  follow_places_locked(session.arena, follower(), nullptr);
-  follower() = Follower();
+  lead_locked(*follower, nullptr, 0);
+  follow_places_locked(session.arena, *follower, nullptr);
+  *follower = Follower();
 }
 
 bool plan_leads() { return leading.load(std::memory_order_relaxed); }
@@ -307,7 +305,7 @@ bool plan_foretells() { return foretelling.load(std::memory_order_relaxed); }
 // Several plans may begin with the same ops, and the one that leads until they part acts for all. The plan that
 // followed the period before last time is likely to follow it again.
 void follow_position_locked(const Session& session, uint32_t position, uint64_t hash, uint64_t before) {
-  Follower& f = follower();
+  Follower& f = *follower;
   if (f.plans.empty() || (f.decided && !f.leads)) return;
   const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
   if (f.leads && fits(*f.leads)) {
@@ -332,7 +330,7 @@ void follow_before(const Session& session, uint32_t position) {
   std::vector<KeptRow> kept;
   {
     const Hold lock(graph_lock());
-    Follower& f = follower();
+    Follower& f = *follower;
     if (!f.leads) return;
     const FollowedPlan& p = *f.leads;
     for (; f.reads < p.reads.size() && p.reads[f.reads].position <= position; ++f.reads) {
@@ -362,7 +360,7 @@ void follow_after(const Session& session, uint32_t position) {
   std::vector<Cell*> ended;
   {
     const Hold lock(graph_lock());
-    Follower& f = follower();
+    Follower& f = *follower;
     if (!f.leads) return;
     const FollowedPlan& p = *f.leads;
     for (; f.writes < p.writes.size() && p.writes[f.writes].position <= position; ++f.writes) {
@@ -376,21 +374,21 @@ void follow_after(const Session& session, uint32_t position) {
     deferred.swap(f.deferred);
   }
   for (Cell* c : ended) last_user_is_gone(c);
-  go_at_once(session);
+  evict_departed(session);
   if (!deferred.empty()) read_ahead(session, std::move(deferred));
 }
 
-uint64_t let_planned_go(const Session& session, uint64_t want, uint64_t request, bool ahead) {
+uint64_t evict_planned(const Session& session, uint64_t want, uint64_t request, bool ahead) {
   if (!plan_leads()) return 0;
   uint64_t released = 0;
   bool again = false;
-  std::vector<Going> pinned;  // and with `ahead`, cells without a copy
+  std::vector<Departure> pinned;  // and with `ahead`, cells without a copy
   while (released < want) {
     Cell* c = nullptr;
-    Going next{};
+    Departure next{};
     {
       const Hold lock(graph_lock());
-      Follower& f = follower();
+      Follower& f = *follower;
       if (f.going.empty() && (want == kAll || std::exchange(again, true) || !go_again_locked(f)))
         break;  // once: some stay resident
       const auto place = released == 0 ? place_of_locked(session.options, f, request) : f.going.begin();
@@ -408,13 +406,13 @@ uint64_t let_planned_go(const Session& session, uint64_t want, uint64_t request,
         continue;
       }
     }
-    released += leave_claimed(c, next.way);
+    released += evict_claimed(c, EvictedFor::kPlan, next.way);
     const Hold lock(graph_lock());
-    follower().gone.push_back(next);
+    follower->gone.push_back(next);
   }
   if (!pinned.empty()) {
     const Hold lock(graph_lock());
-    follower().going.insert(follower().going.begin(), pinned.begin(), pinned.end());
+    follower->going.insert(follower->going.begin(), pinned.begin(), pinned.end());
   }
   return released;
 }
@@ -422,14 +420,14 @@ uint64_t let_planned_go(const Session& session, uint64_t want, uint64_t request,
 void note_short() {
   if (!plan_leads()) return;
   const Hold lock(graph_lock());
-  follower().ran_short = true;
+  follower->ran_short = true;
 }
 
 Followed end_following(Session& session, uint64_t hash, uint64_t before, size_t ops, uint64_t passes) {
   Followed result;
   {
     const Hold lock(graph_lock());
-    Follower& f = follower();
+    Follower& f = *follower;
     const auto met =
         std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.hashes.back() == hash; });
     if (met != f.plans.end()) {

@@ -46,7 +46,7 @@ void follow_after(const Session& session, uint32_t position);
 // Evicts cells that the plan has released, until `want` bytes are free: inside malloc, or for a read `ahead`, which
 // waits for no write. `request`: the bytes of the block that malloc needs; a cell of that size is evicted first.
 // Returns the bytes released.
-uint64_t let_planned_go(const Session& session, uint64_t want, uint64_t request, bool ahead = false);
+uint64_t evict_planned(const Session& session, uint64_t want, uint64_t request, bool ahead = false);
 // Malloc had to choose a victim without the plan.
 void note_short();
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 #include "residency/reclaim.h"
 #include "residency/transfer.h"
@@ -32,10 +33,7 @@ struct Told {
   uint64_t hash = 0, same = 0;  // hash: of the last turn; same: how often it came in a row
 };
 
-Told& told() {
-  static auto* t = new Told;
-  return *t;
-}
+NoDestructor<Told> told;
 
 }  // namespace
 
@@ -162,7 +160,7 @@ void end_turn(Session& session, LoopTurn turn) {
   poll_transfers(session);
   if (!turn.whole || ended.overflow || ended.before != ended.hash()) return;
   session.counters.loop_turns++;
-  Told& t = told();
+  Told& t = *told;
   {
     const Hold lock(t.lock);
     t.same = t.hash == ended.hash() ? t.same + 1 : 1;
@@ -176,21 +174,21 @@ void end_turn(Session& session, LoopTurn turn) {
 }
 
 bool wait_for_loop() {
-  Told& t = told();
+  Told& t = *told;
   Hold lock(t.lock);
   t.ended.wait(lock, [&] { return t.fresh || t.stop; });
   return !t.stop;
 }
 
 void begin_wait_for_loop() {
-  Told& t = told();
+  Told& t = *told;
   const Hold lock(t.lock);
   t.stop = t.fresh = false;
   t.hash = t.same = 0;
 }
 
 void end_wait_for_loop() {
-  Told& t = told();
+  Told& t = *told;
   {
     const Hold lock(t.lock);
     t.stop = true;
@@ -199,7 +197,7 @@ void end_wait_for_loop() {
 }
 
 bool take_loop(Timeline* ended, Followed* followed) {
-  Told& t = told();
+  Told& t = *told;
   const Hold lock(t.lock);
   if (!t.fresh) return false;
   t.fresh = false;

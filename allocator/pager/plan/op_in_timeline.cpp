@@ -4,6 +4,7 @@
 
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 #include "plan/access_order.h"
 #include "plan/follow.h"
@@ -15,10 +16,7 @@ namespace memmgr::pager {
 
 namespace {
 
-LoopSeeker& seeker() {
-  static auto* s = new LoopSeeker;
-  return *s;
-}
+NoDestructor<LoopSeeker> seeker;
 
 Timeline begin_next(const Session& session, Period& p, bool noted) {
   Timeline ended = begin_next_locked(session, p, noted);
@@ -31,13 +29,13 @@ std::optional<LoopTurn> turn_locked(const Session& session, Period& p, const OpI
   if (makes_recipes() || p.noted.turn >= 0) return std::nullopt;
   auto how = LoopSeeker::Turn::kCut;
   if (p.loop)
-    how = seeker().ends(p.noted, info, frame);
-  else if (!seeker().begins(p.asked, p.noted.ops.size(), info, frame))
+    how = seeker->ends(p.noted, info, frame);
+  else if (!seeker->begins(p.asked, p.noted.ops.size(), info, frame))
     return std::nullopt;
   if (how == LoopSeeker::Turn::kGoesOn) return std::nullopt;
   const uint64_t last_end = p.last_end;
   LoopTurn turn{begin_next(session, p, true), how == LoopSeeker::Turn::kWhole};
-  seeker().cut(turn.ended.ops.size(), turn.whole && turn.ended.before == turn.ended.hash());
+  seeker->cut(turn.ended.ops.size(), turn.whole && turn.ended.before == turn.ended.hash());
   p.loop = true;
   if (turn.whole) learn_order_locked(turn.ended, p.previous);
   if (turn.whole && turn.ended.before == turn.ended.hash()) keep_steady_locked(turn.ended, p);
@@ -127,9 +125,9 @@ void turn_period(Session& session) {
   {
     const Hold lock(graph_lock());
     Period& p = period_locked();
-    seeker().backward();
+    seeker->backward();
     cut = p.loop;
-    if (cut) seeker().cut(begin_next(session, p, false).ops.size(), false);  // a part of a pass is no pass
+    if (cut) seeker->cut(begin_next(session, p, false).ops.size(), false);  // a part of a pass is no pass
     p.noted.backwards++;
     if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
     learn_backward_locked(p.noted, p.live);
@@ -141,7 +139,7 @@ void turn_period(Session& session) {
 Timeline next_period(const Session& session, bool noted) {
   const Hold lock(graph_lock());
   Period& p = period_locked();
-  seeker().passed(p.noted.ops.size());
+  seeker->passed(p.noted.ops.size());
   Timeline ended = begin_next(session, p, noted);
   if (noted && !ended.overflow) {
     learn_order_locked(ended, p.previous);
@@ -153,7 +151,7 @@ Timeline next_period(const Session& session, bool noted) {
 
 void seek_loops(const Session& session, bool on) {
   const Hold lock(graph_lock());
-  seeker().reset(on);
+  seeker->reset(on);
   forget_steady_locked();
   forget_order_locked();
   use_order_locked(false);
@@ -161,6 +159,6 @@ void seek_loops(const Session& session, bool on) {
   if (on && session.counters.evictions.load() + session.counters.offloads.load() > 0) timeline_on = true;
 }
 
-static const ListensToCells forgets_beginnings({nullptr, [](Cell* c) { seeker().forget(c); }});
+static const ListensToCells forgets_beginnings({nullptr, [](Cell* c) { seeker->forget(c); }});
 
 }  // namespace memmgr::pager

@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/lock.h"
 #include "base/module_of_op.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 #include "pools/pool.h"
 #include "pools/scratch.h"
@@ -32,10 +33,7 @@ struct Periods {
   uint32_t timed = 0;  // periods that were timed since the budget opened
 };
 
-Periods& periods() {
-  static auto* p = new Periods;
-  return *p;
-}
+NoDestructor<Periods> periods;
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
   hash ^= value + 0x9E3779B97F4A7C15ull + (hash << 6) + (hash >> 2);
@@ -63,7 +61,7 @@ constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
 
 void time_ops_locked(const Pool* pool, Period& p, bool noted) {
   mm_device* device = noted && pool ? pool->queue() : nullptr;
-  const bool timed = device && (periods().timed++ < kTimedPeriods || p.number % kTimedAgain == 0);
+  const bool timed = device && (periods->timed++ < kTimedPeriods || p.number % kTimedAgain == 0);
   if (timed)
     p.noted.points = std::shared_ptr<mm_points>(mm_points_begin(device), [](mm_points* points) {
       if (points) mm_points_end(points);
@@ -73,7 +71,7 @@ void time_ops_locked(const Pool* pool, Period& p, bool noted) {
 
 }  // namespace
 
-Period& period_locked() { return periods().now; }
+Period& period_locked() { return periods->now; }
 
 uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now) {
   OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
@@ -114,7 +112,7 @@ Timeline begin_next_locked(const Session& session, Period& p, bool noted) {
 }
 
 void keep_steady_locked(const Timeline& turn, const Period& p) {
-  Steady& s = periods().steady;
+  Steady& s = periods->steady;
   s.hash = turn.hash();
   s.until = serial_of_next_locked();
   s.cells.clear();
@@ -123,8 +121,8 @@ void keep_steady_locked(const Timeline& turn, const Period& p) {
 }
 
 void forget_steady_locked() {
-  periods().steady = Steady();
-  periods().timed = 0;
+  periods->steady = Steady();
+  periods->timed = 0;
 }
 
 void OpTimer::begin(const Pool& pool, const OpInfo* info) {
@@ -226,15 +224,16 @@ bool set_pace(Timeline* t, const std::vector<OpTimes>& times) {
   return device >= host;
 }
 
+NoDestructor<std::unordered_map<uint64_t, LeastTimes>> least_times;  // guarded by kDeviceTimes
+
 }  // namespace
 
 void take_device_times(Timeline* t) {
   const std::shared_ptr<mm_points> points = std::move(t->points);
   t->of_device = true;
-  static auto* known = new std::unordered_map<uint64_t, LeastTimes>;
   constexpr size_t kMostKnown = 1 << 16;
   const Hold hold(lock_of(LockId::kDeviceTimes));
-  if (known->size() > kMostKnown) known->clear();
+  if (least_times->size() > kMostKnown) least_times->clear();
   const auto between = [&](int from, int to) {
     return from < 0 ? -1.0F : static_cast<float>(mm_points_between(points.get(), from, to));
   };
@@ -246,7 +245,7 @@ void take_device_times(Timeline* t) {
   for (size_t i = 0; i < t->ops.size(); ++i) {
     OpNote& op = t->ops[i];
     OpTimes of{op.seconds, op.seconds, op.before, false};
-    LeastTimes& least = (*known)[alike(*t, i)];
+    LeastTimes& least = (*least_times)[alike(*t, i)];
     float searching = 0, searches = 0;
     for (; search != t->searches.end() && search->op == i; ++search, ++searches)
       searching += std::max(0.0F, between(search->from, search->to));
@@ -286,7 +285,7 @@ void take_device_times(Timeline* t) {
 
 static void forget_in_timeline_locked(Cell* c) {
   Period& p = period_locked();
-  if (Steady& s = periods().steady; c->serial < s.until) {
+  if (Steady& s = periods->steady; c->serial < s.until) {
     for (auto& [ordinal, cell] : s.cells)
       if (cell == c) cell = nullptr;
   }
@@ -320,7 +319,7 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal) {
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash) {
   const Period& p = period_locked();
   if (p.noted.before == hash) return ordinal < p.previous.size() ? p.previous[ordinal] : nullptr;
-  const Steady& s = periods().steady;
+  const Steady& s = periods->steady;
   if (s.hash != hash) return nullptr;
   const auto found = std::lower_bound(s.cells.begin(), s.cells.end(), ordinal,
                                       [](const auto& at, uint32_t o) { return at.first < o; });

@@ -6,6 +6,7 @@
 
 #include "base/checksum.h"
 #include "base/forked_child.h"
+#include "base/no_destructor.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
 
@@ -48,14 +49,12 @@ struct ArenaAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
 };
 
-ArenaAllocator& the_allocator() {
-  static auto* a = new ArenaAllocator;  // never destroyed: storages keep it
-  return *a;
-}
+// never destroyed: storages keep it
+NoDestructor<ArenaAllocator> the_allocator;
 
 void free_block(void* block) {
   if (!block) return;
-  const ArenaAllocator& a = the_allocator();
+  const ArenaAllocator& a = *the_allocator;
   // Some of torch's libraries (oneDNN) free with the allocator that is registered at that time.
   if (C10_UNLIKELY(!mm_arena_owns(a.arena, block))) return a.previous->raw_deleter()(block);
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) a.tell_profiler(block, false);
@@ -65,19 +64,19 @@ void free_block(void* block) {
 class CpuPool final : public Pool {
  public:
   CpuPool(Session& session, mm_arena* arena) : Pool(session, c10::Device(c10::kCPU), arena) {
-    the_allocator().arena = arena;
-    the_allocator().pool = this;
+    the_allocator->arena = arena;
+    the_allocator->pool = this;
   }
 
   // A forked child allocates nothing in the arena.
   c10::DeleterFnPtr deleter() const override {
-    return forked_child ? the_allocator().previous->raw_deleter() : &free_block;
+    return forked_child ? the_allocator->previous->raw_deleter() : &free_block;
   }
   c10::Allocator* allocator() const override { return c10::GetAllocator(c10::kCPU); }
-  at::DataPtr allocate(uint64_t nbytes) override { return the_allocator().allocate(nbytes); }
+  at::DataPtr allocate(uint64_t nbytes) override { return the_allocator->allocate(nbytes); }
   at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) override {
     void* block = mm_arena_try_alloc(arena, nbytes, keep_free);
-    return block ? the_allocator().take(block, nbytes, taking()) : at::DataPtr();
+    return block ? the_allocator->take(block, nbytes, taking()) : at::DataPtr();
   }
 
   void copy(void* to, const void* from, uint64_t nbytes) override { std::memcpy(to, from, nbytes); }
@@ -86,7 +85,7 @@ class CpuPool final : public Pool {
   void scribble(void* p, uint64_t nbytes) override { std::memset(p, 0xCD, nbytes); }
 
   void install() override {
-    ArenaAllocator& a = the_allocator();
+    ArenaAllocator& a = *the_allocator;
     c10::Allocator* now = c10::GetAllocator(c10::kCPU);
     if (now != &a) a.previous = now;
     a.installed = true;
@@ -94,10 +93,10 @@ class CpuPool final : public Pool {
   }
   // The allocator stays registered and forwards to the previous one: its blocks may be freed by the registered
   // allocator.
-  void uninstall() override { the_allocator().installed = false; }
+  void uninstall() override { the_allocator->installed = false; }
   // Another thread may have the arena's lock at the fork, so the arena is not used.
   void forget_in_child() override {
-    ArenaAllocator& a = the_allocator();
+    ArenaAllocator& a = *the_allocator;
     if (!a.previous) return;
     c10::SetAllocator(c10::kCPU, a.previous, 255);
     a.installed = false;

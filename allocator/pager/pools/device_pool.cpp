@@ -15,6 +15,7 @@
 
 #include "base/checksum.h"
 #include "base/forked_child.h"
+#include "base/no_destructor.h"
 #include "base/wait.h"
 #include "pools/scratch.h"
 #include "pools/small_blocks.h"
@@ -36,7 +37,7 @@ class DevicePool final : public Pool {
   bool is_cuda() const { return device.type() == c10::kCUDA; }
   // The blocks are those of torch's own allocator; the arena only counts.
   bool is_torchs() const { return is_cuda() && torchs_; }
-  bool places() const override { return !is_torchs(); }
+  bool has_addresses() const override { return !is_torchs(); }
   bool owns(const void* p) const override { return is_torchs() || Pool::owns(p); }
   mm_device* queue() const override { return memory_; }
   mm_stream stream() const override {
@@ -139,9 +140,8 @@ class DevicePool final : public Pool {
     check(mm_device_wait_block(memory_, stream(), p), "waited for");  // a copy of it may be queued
     mm_device_used(memory_, p, stream());                             // whose home may be another stream
     if (mm_device_fill(memory_, p, 0xCD, nbytes, stream()) == 0) return;
-    static const auto* other = new std::vector<char>(1 << 16, '\xCD');
-    for (uint64_t at = 0; at < nbytes; at += other->size())
-      copy(static_cast<char*>(p) + at, other->data(), std::min<uint64_t>(other->size(), nbytes - at));
+    for (uint64_t at = 0; at < nbytes; at += scribble_.size())
+      copy(static_cast<char*>(p) + at, scribble_.data(), std::min<uint64_t>(scribble_.size(), nbytes - at));
   }
   void trim() override {
     if (is_cuda()) plugin->trim(device.index());
@@ -187,6 +187,7 @@ class DevicePool final : public Pool {
     TORCH_CHECK(false, "memmgr: bytes on ", device.str(), " cannot be ", what, ": error ", error);
   }
 
+  const std::vector<char> scribble_ = std::vector<char>(1 << 16, '\xCD');  // as long as copies of it may be queued
   mm_device* const memory_;
   const bool torchs_ = plugin && plugin->is_torchs;
   mm_stream main_ = nullptr;  // the stream on which the budget was opened: blocks for prefetches are allocated on it
@@ -220,10 +221,8 @@ struct DeviceAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t n) const override { previous->copy_data(to, from, n); }
 };
 
-DeviceAllocator& the_allocator_of_devices() {
-  static auto* a = new DeviceAllocator;  // never destroyed: storages keep it
-  return *a;
-}
+// never destroyed: storages keep it
+NoDestructor<DeviceAllocator> the_allocator_of_devices;
 
 // ---- CUDA's ----
 
@@ -252,7 +251,7 @@ void DevicePool::install() {
     plugin->set_hooks(hooks_of(device.index()));
     return;
   }
-  DeviceAllocator& a = the_allocator_of_devices();
+  DeviceAllocator& a = *the_allocator_of_devices;
   c10::Allocator* now = c10::GetAllocator(device.type());
   if (now != &a) a.previous = now;
   a.open = this;
@@ -264,8 +263,8 @@ void DevicePool::uninstall() {
   if (is_cuda()) {
     plugin->set_hooks(nullptr);
   } else {
-    the_allocator_of_devices().open = nullptr;
-    c10::SetAllocator(device.type(), the_allocator_of_devices().previous, 255);
+    the_allocator_of_devices->open = nullptr;
+    c10::SetAllocator(device.type(), the_allocator_of_devices->previous, 255);
   }
   if (!rule_holds(kRuleClosed)) return;
   if (is_torchs())
@@ -277,7 +276,7 @@ void DevicePool::uninstall() {
 void DevicePool::forget_in_child() {
   queues = false;
   if (is_cuda()) return;  // the plugin has a fork handler of its own
-  DeviceAllocator& a = the_allocator_of_devices();
+  DeviceAllocator& a = *the_allocator_of_devices;
   a.open = nullptr;
   if (a.previous) c10::SetAllocator(device.type(), a.previous, 255);
 }

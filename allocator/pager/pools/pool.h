@@ -55,8 +55,8 @@ class Pool {
   // Opens a tier in page-locked memory of so many bytes; with a folder also in a file there, below the memory.
   virtual mm_tier* open_host_tier(uint64_t, const char*, uint64_t, uint64_t, char*, size_t) { return nullptr; }
   virtual bool owns(const void* p) const { return mm_arena_owns(arena, p); }  // a block of its memory, in use
-  virtual bool places() const { return true; }  // its blocks have addresses that can be searched
-  virtual void trim() {}                        // gives memory beyond the budget back to the device
+  virtual bool has_addresses() const { return true; }  // its blocks have addresses that can be searched
+  virtual void trim() {}                               // gives memory beyond the budget back to the device
   virtual void set_budget(uint64_t bytes) { mm_arena_set_budget(arena, bytes); }
   virtual void install() = 0;
   virtual void uninstall() = 0;
@@ -65,6 +65,7 @@ class Pool {
   // Returns the reason why the device fails every call; empty: it works. With a reason, an error is not about memory.
   virtual std::string broken() const { return {}; }
   void throw_if_broken() const;
+  // The device whose streams order the work on the pool's blocks; null: none is queued.
   virtual mm_device* queue() const { return nullptr; }
   virtual mm_stream stream() const { return nullptr; }           // the calling thread's
   virtual mm_stream opened_on() const { return nullptr; }        // current when the budget was opened

@@ -110,10 +110,9 @@ void Module::add(const char* name, PyCFunction function, int flags, const char* 
 
 // ---- the stub ----
 
-Descriptions& descriptions() {
-  static auto* all = new Descriptions;
-  return *all;
-}
+NoDestructor<Descriptions> all_descriptions;
+
+Descriptions& descriptions() { return *all_descriptions; }
 
 bool is_described(const char* name) {
   const auto& all = descriptions().types;
@@ -182,6 +181,7 @@ Keywords numbers() {
 #define SHARED(python, constant) \
   if (!set_item(dict.get(), #python, number<int>(constant))) throw python_error();
 #include "base/constants.def"
+#include "base/no_destructor.h"
   Keywords all;
   all.object = dict.release();
   return all;

@@ -35,7 +35,8 @@ namespace memmgr::pager {
 struct CellInfo {
   uint64_t nbytes;
   std::string residency;
-  uint32_t pins, depth, needed, holders;
+  std::string evicted_for;
+  uint32_t pins, depth, needed, holders, evicted_in_pass;
   bool escaped, recipe, trusted, clean, small, orphan;
   std::string op;
 
@@ -48,6 +49,8 @@ struct CellInfo {
     depth = v ? v->depth : 0;
     needed = v ? v->needed : 0;
     holders = c->storage.use_count();
+    evicted_for = word_of(c->evicted_for);
+    evicted_in_pass = c->evicted_in_pass;
     escaped = c->escape != Escape::kNone;
     recipe = v && v->recipe;
     trusted = recipe && v->recipe->kind->trusted();
@@ -60,8 +63,12 @@ struct CellInfo {
 };
 
 FIELDS(CellInfo,
-       "One cell. `residency`: a word of Absence. `trusted`: the recipe may run again. `op`: the recipe's op.", nbytes,
-       residency, pins, escaped, recipe, trusted, op, depth, clean, needed, holders, small, orphan)
+       "One cell. `residency`: a word of Absence. `trusted`: the recipe may run again. `op`: the recipe's op. "
+       "`evicted_for`: a word of EvictedFor, the cause of its last eviction. `evicted_in_pass`: so many backwards had "
+       "ended "
+       "by then.",
+       nbytes, residency, pins, escaped, recipe, trusted, op, depth, clean, needed, holders, small, orphan, evicted_for,
+       evicted_in_pass)
 
 FIELDS(
     FailedOp,
@@ -76,7 +83,7 @@ uint64_t py_take_away(Addressed o, int turn) {
   Cell* c = s ? cell_of(s.get()) : nullptr;
   if (!c) return 0;
   const WithoutGil released;
-  return let_go(c, turn < 0 ? Way::kCheaper : turn % 2 ? Way::kOffload : Way::kEvict);
+  return evict(c, EvictedFor::kByName, turn < 0 ? Way::kCheaper : turn % 2 ? Way::kOffload : Way::kEvict);
 }
 
 std::optional<CellInfo> py_describe(Addressed o) {
@@ -268,7 +275,9 @@ void bind_figures(Module& m) {
   m.def<&broken_equation>("check_graph", "",
                           "The equation of cells/check_graph.h that does not hold, or an empty text.");
   m.def<&py_miscount>("miscount", "nbytes", "Makes held_bytes wrong, for the test that such a fault is found.");
-  m.def<&set_graph_checks>("set_graph_checks", "share", "Checks the graph after ops, in this share of the time.");
+  m.def<&set_graph_checks>("set_graph_checks", "share",
+                           "Checks the graph after ops, in this share of the time. From the first call on, ranks of "
+                           "locks are checked, too.");
   m.def<&py_take_away>("take_away", "tensor, turn=-1",
                        "Evicts a cell: the cheaper way, offloaded at an odd turn, or evicted at an even one. The "
                        "result is its bytes.");

@@ -13,6 +13,7 @@
 
 #include "base/gil.h"
 #include "base/link.h"
+#include "base/no_destructor.h"
 #include "dispatch/the_session.h"
 #include "ops/list_ops.h"
 #include "ops/op_info.h"
@@ -66,15 +67,13 @@ FIELDS(Link, "The tier's rates as measured. The processor's is either way.", wri
 
 namespace {
 
-Timeline& last_timeline() {  // the GIL is held
-  static auto* t = new Timeline;
-  return *t;
-}
+// the GIL is held
+NoDestructor<Timeline> last_timeline;
 
 // Makes the period that ended the last timeline. Returns its figures.
 PeriodInfo period_ended(Timeline ended, const Followed& followed) {
-  last_timeline() = std::move(ended);
-  const Timeline& t = last_timeline();
+  *last_timeline = std::move(ended);
+  const Timeline& t = *last_timeline;
   return {t.hash(),           t.before,
           t.ops.size(),       followed.to_the_end,
           followed.ran_short, followed.lacked_bytes,
@@ -115,16 +114,16 @@ void py_turn_period() {
 }
 
 TimelineColumns py_timeline() {
-  if (last_timeline().points || (queues && !last_timeline().of_device)) {
+  if (last_timeline->points || (queues && !last_timeline->of_device)) {
     // The wait for the device is without the GIL. Another period may end during it, and is then the last one.
-    Timeline timed = std::exchange(last_timeline(), Timeline());
+    Timeline timed = std::exchange(*last_timeline, Timeline());
     {
       const WithoutGil released;
       take_device_times(&timed);
     }
-    if (last_timeline().ops.empty()) last_timeline() = std::move(timed);
+    if (last_timeline->ops.empty()) *last_timeline = std::move(timed);
   }
-  const Timeline& t = last_timeline();
+  const Timeline& t = *last_timeline;
   TimelineColumns columns;
   std::unordered_map<const OpInfo*, int32_t> numbers;
   for (const OpNote& op : t.ops) {
@@ -237,7 +236,7 @@ void forget_periods() {
   seek_loops(the_session, false);
   next_period(the_session, false);
   next_period(the_session, false);  // the last period must not be the one before any other
-  last_timeline() = Timeline();
+  *last_timeline = Timeline();
 }
 
 }  // namespace memmgr::pager

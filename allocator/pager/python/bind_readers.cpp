@@ -91,16 +91,17 @@ bool py_escape(Addressed o, Escape why) {
   return true;
 }
 
-Pin pin_one(PyObject* addressed, bool hardly) {
+Pin pin_one(PyObject* addressed, bool one_element) {
   std::vector<StoragePtr> storages;
   if (StoragePtr s = storage_of(addressed)) storages.push_back(std::move(s));
-  return {{new_pin(the_session, std::move(storages), false, false, true, hardly)}};
+  return {{new_pin(the_session, std::move(storages), PinLife::kCall, false, one_element)}};
 }
 
 Pin py_pin(AddressedSequence sequence, bool written, bool region, bool held) {
   THPObjectPtr items(
       checked(PySequence_Fast(sequence.object, "a sequence of tensors or storages' addresses is needed")));
-  return {{new_pin(the_session, storages_of(items.get()), written, region, !held)}};
+  const PinLife life = held ? PinLife::kHeld : region ? PinLife::kRegion : PinLife::kCall;
+  return {{new_pin(the_session, storages_of(items.get()), life, written)}};
 }
 
 // Most numbers are small tensors.
@@ -123,7 +124,7 @@ bool py_beat(Object store, const std::string& key, double seconds) {
 std::optional<Pin> py_pin_reducer(Object reducer, bool gradients) {
   std::vector<StoragePtr> storages = storages_of_reducer(reducer.object, gradients);
   if (storages.empty()) return std::nullopt;
-  return Pin{{new_pin(the_session, std::move(storages), false, false, false)}};
+  return Pin{{new_pin(the_session, std::move(storages), PinLife::kHeld, false)}};
 }
 
 std::vector<uint64_t> py_reducer_storages(Object reducer) {

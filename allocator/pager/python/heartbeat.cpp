@@ -16,6 +16,7 @@
 #endif
 
 #include "base/gil.h"
+#include "base/no_destructor.h"
 #include "residency/floor.h"
 
 namespace memmgr::pager {
@@ -30,10 +31,8 @@ struct Beat {
   std::atomic<uint64_t> answered{0};
 };
 
-std::shared_ptr<Beat>& current_beat() {  // the GIL is held
-  static auto* b = new std::shared_ptr<Beat>;
-  return *b;
-}
+// the GIL is held
+NoDestructor<std::shared_ptr<Beat>> current_beat;
 
 void run_beat(const std::shared_ptr<Beat>& beat, c10::intrusive_ptr<c10d::Store> store, const std::string& key,
               std::chrono::duration<double> every) {
@@ -65,14 +64,14 @@ bool begin_beat(PyObject* object, const std::string& key, double seconds) {
   std::thread(run_beat, beat, c10::intrusive_ptr<c10d::Store>::reclaim_copy(store), key,
               std::chrono::duration<double>(seconds))
       .detach();
-  current_beat() = std::move(beat);
+  *current_beat = std::move(beat);
   return true;
 }
 
 // A store whose host has vanished never answers, so the wait is bounded.
 void end_beat() {
-  const auto beat = std::move(current_beat());
-  current_beat().reset();
+  const auto beat = std::move(*current_beat);
+  *current_beat = nullptr;
   if (!beat) return;
   const WithoutGil released;
   std::unique_lock<std::mutex> lock(beat->lock);
@@ -81,7 +80,7 @@ void end_beat() {
   beat->changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return beat->done; });
 }
 
-uint64_t beats_answered() { return current_beat() ? current_beat()->answered.load() : 0; }
+uint64_t beats_answered() { return *current_beat ? (*current_beat)->answered.load() : 0; }
 #else
 bool begin_beat(PyObject*, const std::string&, double) { return false; }
 void end_beat() {}

@@ -16,6 +16,7 @@
 #include "base/kernel_slots.h"
 #include "base/link.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/seen_threads.h"
 #include "base/tensors.h"
 #include "cells/adoption.h"
@@ -65,7 +66,6 @@ namespace {
 
 const char* text_or_null(const std::optional<std::string>& text) { return text ? text->c_str() : nullptr; }
 
-// search: -1, or MM_BY_*: whether requests without a run of addresses choose victims for one. remap: MM_REMAP_*.
 // The tier below `pool`. Without a folder, a pool on the host gets a tier that only reads files that are mapped.
 void open_tier(Pool* pool, const char* folder, uint64_t disk_bytes, uint64_t throttle, uint64_t host_bytes) {
   char why[200] = {};
@@ -82,6 +82,7 @@ void open_tier(Pool* pool, const char* folder, uint64_t disk_bytes, uint64_t thr
   the_session.tier_writes = the_session.tier && !(pool->on_host() && !folder);
 }
 
+// search: -1, or MM_BY_*: whether requests without a run of addresses choose victims for one. remap: MM_REMAP_*.
 void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint64_t disk_bytes, uint64_t throttle,
              uint64_t small_bytes, bool may_evict, bool may_offload, bool torture, bool verify, bool prefetch,
              Order order, int search, int remap, bool apart, const std::string& device,
@@ -104,7 +105,7 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   o.verify = verify;
   o.prefetch = prefetch;
   o.order = order;
-  o.search = pool->places() ? search : -1;
+  o.search = pool->has_addresses() ? search : -1;
   o.remap = remap;
   o.apart = apart;
   the_session.options = o;
@@ -162,10 +163,7 @@ struct FormerCell {
 };
 
 // The GIL is held.
-std::vector<FormerCell>& former_cells() {
-  static auto* f = new std::vector<FormerCell>;
-  return *f;
-}
+NoDestructor<std::vector<FormerCell>> former_cells;
 
 // Returns true if the address that was handed out is in use for as long as the storage lives (rule 9). Addresses of
 // NumPy and DLPack are recorded with their arrays (memmgr/readers/exported.py).
@@ -182,8 +180,8 @@ void py_close() {
   the_session.pool->set_budget(MM_UNLIMITED);
   the_session.options.torture = false;
   struct Staying {  // a restored cell is not evicted again
-    Staying() { nothing_leaves(true); }
-    ~Staying() { nothing_leaves(false); }
+    Staying() { freeze_evictions(true); }
+    ~Staying() { freeze_evictions(false); }
   };
   end_watch();
   forget_captures();
@@ -248,7 +246,7 @@ void py_close() {
   cut_recipes(the_session, true);
   for (auto& [c, s] : cells)
     if (cell_of(s.get()) == c && c->resident()) {
-      if (!c->small) former_cells().push_back({WeakStorage(s), c->escape});
+      if (!c->small) former_cells->push_back({WeakStorage(s), c->escape});
       unadopt(c);
     }
   cells.clear();
@@ -306,7 +304,7 @@ uint64_t py_adopt_all(TensorList tensors) {
   }
   std::vector<std::pair<StoragePtr, Escape>> escaped;
   std::vector<FormerCell> kept;  // for a later budget: this one makes no cell of them
-  for (FormerCell& former : former_cells()) {
+  for (FormerCell& former : *former_cells) {
     StoragePtr s = former.storage.lock();
     if (!s) continue;
     const bool outlives = outlives_budget(former.escape);
@@ -317,7 +315,7 @@ uint64_t py_adopt_all(TensorList tensors) {
       kept.push_back(std::move(former));
     }
   }
-  former_cells() = std::move(kept);
+  *former_cells = std::move(kept);
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(the_session, s.get())) bytes += c->nbytes;

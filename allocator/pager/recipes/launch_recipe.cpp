@@ -29,15 +29,15 @@ struct LaunchDescriber {
     TensorArg& a = add_tensor(recipe, t, at, 0, &hash);
     Cell* c = cell_of(s);
     if (alias) {
-      a.role = Role::kAlias;
+      a.role = ArgumentRole::kAlias;
       c = nullptr;
     } else if (a.storage_bytes == 0 || (!owner && !c && is_value(a, t))) {
-      a.role = Role::kValue;
+      a.role = ArgumentRole::kValue;
       if (a.storage_bytes) std::memcpy(a.value, s->data(), a.storage_bytes);
     } else {
       if (!c && !owner) c = adopt(session, s);
       if (!c) return false;  // of memory that is not the pool's
-      a.role = !owner ? Role::kRead : is_blank(c) ? Role::kFresh : Role::kWritten;
+      a.role = !owner ? ArgumentRole::kRead : is_blank(c) ? ArgumentRole::kFresh : ArgumentRole::kWritten;
     }
     hash.mix(static_cast<uint64_t>(a.role) + 43);
     cells.push_back(c);
@@ -48,9 +48,9 @@ struct LaunchDescriber {
   void find_owners() {
     for (size_t i = 0; i < recipe->tensors.size(); ++i) {
       TensorArg& a = recipe->tensors[i];
-      if (a.role != Role::kAlias) continue;
+      if (a.role != ArgumentRole::kAlias) continue;
       for (size_t k = 0; k < recipe->tensors.size(); ++k)
-        if (k != i && storages[k] == storages[i] && recipe->tensors[k].role != Role::kAlias)
+        if (k != i && storages[k] == storages[i] && recipe->tensors[k].role != ArgumentRole::kAlias)
           a.element = static_cast<int32_t>(k);
       hash.mix(static_cast<uint64_t>(a.element) + 47);
     }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/lock.h"
+#include "base/no_destructor.h"
 
 namespace memmgr::pager {
 
@@ -30,10 +31,7 @@ struct Kinds {
   std::unordered_map<uint64_t, Family*> families GUARDED_BY(lock);
 };
 
-Kinds& kinds() {
-  static auto* k = new Kinds;
-  return *k;
-}
+NoDestructor<Kinds> kinds;
 
 void mix_geometry(HashOf<true>* hash, const TensorArg& a) {
   const size_t n = a.sizes.size();
@@ -97,7 +95,7 @@ Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const
   // A family's entry that is no longer trusted is looked up again.
   const auto holds = [&](const Kind* k) { return !k->of_family || (k->trusted() && !options.verify); };
   if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
-  Kinds& known = kinds();
+  Kinds& known = *kinds;
   const Hold lock(known.lock);
   const auto found = known.all.find(hash);
   if (found != known.all.end()) {
@@ -130,7 +128,7 @@ Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const
 }
 
 void end_trial(Session& session, Kind* kind, bool same) {
-  const Hold lock(kinds().lock);
+  const Hold lock(kinds->lock);
   kind->trust.store(same ? Trust::kYes : Trust::kNo);
   if (!same) session.counters.refused_kinds++;
   Family& family = *kind->family;
@@ -167,22 +165,22 @@ void note_seconds(Kind* kind, double seconds) {
 }
 
 double seconds_by_family(const Recipe& r) {
-  const Hold lock(kinds().lock);
+  const Hold lock(kinds->lock);
   const Family& family = *r.kind->family;
   return family.read_bytes > 0 ? family.seconds / family.read_bytes * static_cast<double>(bytes_of(r)) : 0;
 }
 
 uint64_t untried_bytes() {
-  const Hold lock(kinds().lock);
+  const Hold lock(kinds->lock);
   uint64_t most = 0;
-  for (const auto& [hash, kind] : kinds().all)
+  for (const auto& [hash, kind] : kinds->all)
     if (kind->trust.load() == Trust::kNew) most = std::max(most, kind->needs_bytes.load());
   return most;
 }
 
 void forget_untried() {
-  const Hold lock(kinds().lock);
-  for (const auto& [hash, kind] : kinds().all) kind->needs_bytes = 0;
+  const Hold lock(kinds->lock);
+  for (const auto& [hash, kind] : kinds->all) kind->needs_bytes = 0;
 }
 
 }  // namespace memmgr::pager

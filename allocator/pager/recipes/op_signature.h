@@ -31,11 +31,11 @@ struct Kind {
   OpInfo* info = nullptr;
   c10::KernelFunction kernel;  // used for later runs, whichever kernel is registered by then
   std::atomic<Trust> trust{Trust::kNew};
-  std::atomic<bool> clears{false};       // it leaves bytes of its results unwritten: their memory is cleared first
-  std::atomic<uint32_t> trials{0};       // determinism checks that found no room
-  std::atomic<bool> only_beside{false};  // a check in the place of the first result has failed
-  std::atomic<uint64_t> needs_bytes{0};  // bytes of a budget in which the last of these would have found room
-  std::atomic<double> seconds{-1};       // of one run; -1: not measured
+  std::atomic<bool> clears{false};  // it leaves bytes of its results unwritten: their memory is cleared first
+  std::atomic<uint32_t> checks_without_room{0};  // determinism checks that found no room
+  std::atomic<bool> only_beside{false};          // a check in the place of the first result has failed
+  std::atomic<uint64_t> needs_bytes{0};          // bytes of a budget in which the last of these would have found room
+  std::atomic<double> seconds{-1};               // of one run; -1: not measured
   // Bytes of a result as a bit for each element; 0: a result had more than two values.
   std::atomic<uint64_t> bits_bytes{0};
   Family* family = nullptr;

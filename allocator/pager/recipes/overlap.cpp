@@ -61,12 +61,14 @@ bool may_overlap(const TensorArg& a, const TensorArg& b) {
 }
 
 bool reads_its_own_writes(const Recipe& r, c10::ArrayRef<const c10::StorageImpl*> storages) {
-  const auto writes = [](const TensorArg& a) { return a.role == Role::kWritten || a.role == Role::kFresh; };
+  const auto writes = [](const TensorArg& a) {
+    return a.role == ArgumentRole::kWritten || a.role == ArgumentRole::kFresh;
+  };
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     if (!writes(r.tensors[i])) continue;
     for (size_t k = 0; k < r.tensors.size(); ++k) {
       const TensorArg& read = r.tensors[k];
-      if (writes(read) || read.role == Role::kShape || storages[k] != storages[i]) continue;
+      if (writes(read) || read.role == ArgumentRole::kShape || storages[k] != storages[i]) continue;
       if (r.info->pointwise && same_view(r.tensors[i], read)) continue;  // each element is read before it is written
       if (may_overlap(r.tensors[i], read)) return true;
     }

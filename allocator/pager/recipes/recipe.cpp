@@ -119,18 +119,18 @@ struct Describer {
     Cell* c = cell_of(s);
     const uint64_t whole = static_cast<uint64_t>(t->numel()) * t->itemsize();
     if (info->kind == OpClass::kMetadata) {
-      a.role = Role::kShape;
+      a.role = ArgumentRole::kShape;
       c = nullptr;
     } else if (written && info->overwriter && whole == a.storage_bytes && t->is_non_overlapping_and_dense()) {
-      a.role = Role::kFresh;
+      a.role = ArgumentRole::kFresh;
       c = nullptr;
     } else if (!written && !c && is_value(a, t)) {
-      a.role = Role::kValue;
+      a.role = ArgumentRole::kValue;
       std::memcpy(a.value, s->data(), a.storage_bytes);
     } else if (a.storage_bytes == 0) {
-      a.role = Role::kValue;
+      a.role = ArgumentRole::kValue;
     } else {
-      a.role = written ? Role::kWritten : Role::kRead;
+      a.role = written ? ArgumentRole::kWritten : ArgumentRole::kRead;
       if (!c && here) c = adopt(session, s);
       if (!c) ok = false;
     }
@@ -193,7 +193,7 @@ static bool describe_arguments(Describer* d, const OpInfo* info, const c10::IVal
     }
   }
   size_t written = 0;
-  for (const TensorArg& a : r->tensors) written += a.role == Role::kWritten || a.role == Role::kFresh;
+  for (const TensorArg& a : r->tensors) written += a.role == ArgumentRole::kWritten || a.role == ArgumentRole::kFresh;
   if (!d->ok || written != static_cast<size_t>(info->writes)) return false;  // a list counts each of its tensors
   return written == 0 || !reads_its_own_writes(*r, d->storages);
 }
@@ -201,10 +201,10 @@ static bool describe_arguments(Describer* d, const OpInfo* info, const c10::IVal
 // Returns true if the recipe can have the version as an input, or as memory that its op writes.
 static bool may_take_locked(const Recipe* r, const TensorArg& a, const Cell* c) {
   const Version* v = c->version;
-  if (a.role == Role::kFresh) return is_blank(c) && c->escape == Escape::kNone;
+  if (a.role == ArgumentRole::kFresh) return is_blank(c) && c->escape == Escape::kNone;
   // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
   if (c->escape != Escape::kNone || v->uninitialized) return false;
-  if (a.role != Role::kWritten) return true;
+  if (a.role != ArgumentRole::kWritten) return true;
   // Running statistics: a compiled kernel writes them beside its results. Their old bytes are kept by value.
   if (!r->info->kernel.empty() && c->small && !v->recipe) return true;
   return v->recipe && recipe_available_locked(v->recipe);
@@ -221,7 +221,7 @@ static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& c
     Version* v = c->version;
     ok = may_take_locked(r, r->tensors[i], c);
     if (!ok) break;
-    if (r->tensors[i].role == Role::kFresh) continue;
+    if (r->tensors[i].role == ArgumentRole::kFresh) continue;
     if (v->recipe) {
       depth = std::max(depth, v->depth);
       r->checked |= v->recipe->checked;

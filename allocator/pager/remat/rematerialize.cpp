@@ -11,6 +11,7 @@
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/wait.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
@@ -36,10 +37,7 @@ struct Kept {
 
 // Kept intermediates: ghosts whose bytes are kept after the rematerialization that made them, for other cells of its
 // group or of later ones. Guarded by the graph's lock.
-std::vector<Kept>& kept_ghosts() {
-  static auto* all = new std::vector<Kept>;
-  return *all;
-}
+NoDestructor<std::vector<Kept>> kept_ghosts;
 
 thread_local RematGroup* tl_group = nullptr;  // the group that this thread runs
 
@@ -52,7 +50,7 @@ bool worth_keeping_locked(const Version* v) {
 template <class Which>
 uint64_t end_kept_locked(Trash* trash, Which&& which) {
   uint64_t bytes = 0;
-  auto& all = kept_ghosts();
+  auto& all = *kept_ghosts;
   for (size_t i = all.size(); i-- > 0;) {
     if (!which(all[i])) continue;
     Version* v = all[i].version;
@@ -66,19 +64,19 @@ uint64_t end_kept_locked(Trash* trash, Which&& which) {
 }
 
 // The recipes that have to run, in order, with a reference on each, and the ghosts that they make for one another.
-struct Plan {
+struct RunOrder {
   std::vector<Recipe*> order;
   std::unordered_map<const Version*, uint32_t> uses;  // by version that these runs make: later runs that read it
   std::vector<Version*> lent;                         // counted
   bool beside_others = false;                         // an input may be made while the op's other inputs are pinned
 
-  ~Plan() {
+  ~RunOrder() {
     Trash trash;
     const Hold lock(graph_lock());
     for (Version* v : lent) {
       if (worth_keeping_locked(v)) {
         v->kept = true;
-        kept_ghosts().push_back({v, UINT32_MAX});
+        kept_ghosts->push_back({v, UINT32_MAX});
         continue;
       }
       end_loan_locked(v, &trash);
@@ -89,7 +87,7 @@ struct Plan {
 };
 
 // Depth first, without recursion: chains may be long.
-void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Recipe*>* seen) {
+void make_order_locked(Version* target, RunOrder* plan, std::unordered_set<const Recipe*>* seen) {
   struct At {
     Recipe* recipe;
     size_t next;
@@ -147,12 +145,12 @@ class Input {
       if (v->evicted && c->slot < 0 && c->pool->session.may_offload() && !beside_others && !aside) return false;
       break;
     }
-    if (aside && begin_coming_back(pinned_)) {
+    if (aside && begin_restore(pinned_)) {
       read_aside();
       source->data = aside_.get();
       return true;
     }
-    bring_back(pinned_);
+    restore_cell(pinned_);
     source->data = pinned_->bytes.get();
     return true;
   }
@@ -218,7 +216,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     const Hold lock(graph_lock());
     at::DataPtr& p = pointer_of(made.get());
     c->last_touch.store(ticks(), std::memory_order_relaxed);
-    last = come_back_locked(c, std::move(p), c->pool->stream(), &trash);
+    last = become_resident_locked(c, std::move(p), c->pool->stream(), &trash);
     p.clear();
   }
   made.reset();
@@ -240,7 +238,7 @@ struct CountedVersion {
 };
 
 // Brings a recipe's inputs back and runs it. False: bytes that the plan counted on have been evicted.
-bool run_on_inputs(Pool& pool, const Recipe* r, const Plan& plan, std::vector<StoragePtr>* made) {
+bool run_on_inputs(Pool& pool, const Recipe* r, const RunOrder& plan, std::vector<StoragePtr>* made) {
   std::vector<Source> sources(r->tensors.size());
   std::vector<std::unique_ptr<Input>> inputs;
   std::vector<const Version*> read;
@@ -270,7 +268,7 @@ bool run_on_inputs(Pool& pool, const Recipe* r, const Plan& plan, std::vector<St
 }
 
 // Ends the loans of inputs that no later recipe of the plan reads.
-void end_loans(const Recipe* r, Plan* plan) {
+void end_loans(const Recipe* r, RunOrder* plan) {
   Trash trash;
   const Hold lock(graph_lock());
   if (tl_group) tl_group->has_run_locked(r);
@@ -284,7 +282,7 @@ void end_loans(const Recipe* r, Plan* plan) {
 }
 
 // Gives the bytes of one output to the result, to the output's cell, or to a later recipe of the plan.
-void hand_out(Pool& pool, const Recipe* r, Version* v, StoragePtr& made, const Version* target, Plan* plan,
+void hand_out(Pool& pool, const Recipe* r, Version* v, StoragePtr& made, const Version* target, RunOrder* plan,
               at::DataPtr* result) {
   TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->name(),
               " gave another size when it was run again. Please report this.");
@@ -306,7 +304,7 @@ void hand_out(Pool& pool, const Recipe* r, Version* v, StoragePtr& made, const V
 }
 
 // Runs one recipe. False: bytes that the plan counted on have been evicted.
-bool run_one(Pool& pool, const Recipe* r, const Version* target, Plan* plan, at::DataPtr* result) {
+bool run_one(Pool& pool, const Recipe* r, const Version* target, RunOrder* plan, at::DataPtr* result) {
   std::vector<StoragePtr> made;
   if (!run_on_inputs(pool, r, *plan, &made)) return false;
   end_loans(r, plan);
@@ -334,7 +332,7 @@ at::DataPtr rematerialize(Cell* c) {
     std::optional<NothingIsDropped> kept;
     // Restored inputs are offloaded and not evicted, so that the next attempt has them.
     if (attempt > 0) kept.emplace();
-    Plan plan;
+    RunOrder plan;
     plan.beside_others = attempt > 0 && (counters.tier_errors != tier_errors || attempt > kPatience);
     const Version* target;
     {
@@ -342,7 +340,7 @@ at::DataPtr rematerialize(Cell* c) {
       target = c->version;
       TORCH_CHECK(target && target->recipe, "memmgr: an evicted tensor has lost its recipe. Please report this.");
       std::unordered_set<const Recipe*> seen;
-      make_plan_locked(c->version, &plan, &seen);
+      make_order_locked(c->version, &plan, &seen);
     }
     at::DataPtr result;
     bool done = true;
@@ -357,12 +355,12 @@ RematGroup::RematGroup(const GroupPlan& plan, const std::vector<uint32_t>& ordin
                        std::vector<KeptRow> keep)
     : plan_(plan), position_(position), keep_(std::move(keep)) {
   {
-    Plan all;
+    RunOrder all;
     const Hold lock(graph_lock());
     std::unordered_set<const Recipe*> seen;
     for (const uint32_t ordinal : ordinals)
       if (Cell* c = plan_.cell_of(ordinal); c && c->version && c->version->evicted && c->version->recipe)
-        make_plan_locked(c->version, &all, &seen);
+        make_order_locked(c->version, &all, &seen);
     for (const auto& [version, uses] : all.uses) reads_[version] = uses;
   }
   tl_group = this;
@@ -390,7 +388,7 @@ void RematGroup::has_run_locked(const Recipe* r) {
 void RematGroup::end_read() {
   Trash trash;
   const Hold lock(graph_lock());
-  for (Kept& k : kept_ghosts()) {
+  for (Kept& k : *kept_ghosts) {
     if (k.until != UINT32_MAX || reads_later_locked(k.version)) continue;
     const auto row = row_for(k.version);
     k.until = row != keep_.end() ? row->read : 0;
@@ -405,7 +403,7 @@ RematGroup::~RematGroup() {
   end_read();
 }
 
-static const bool makes_again = (make_again = &rematerialize, room_sources.kept = &end_kept_ghosts, true);
+static const bool sets_rematerializer = (rematerializer = &rematerialize, room_sources.kept = &end_kept_ghosts, true);
 
 uint64_t end_kept_ghosts() {
   Trash trash;
@@ -420,7 +418,7 @@ std::vector<StoragePtr> run_over_inputs(Pool& pool, const Recipe& r, std::vector
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
     if (!a.version) continue;
-    if (a.role == Role::kWritten) {
+    if (a.role == ArgumentRole::kWritten) {
       StoragePtr& old = before[copies++];
       if (r.info->writes)  // there is no other run
         sources[i].own = std::move(old);

@@ -51,16 +51,16 @@ StoragePtr storage_over(at::DataPtr bytes, uint64_t nbytes) {
 
 StoragePtr storage_for(Pool& pool, const TensorArg& a, Source& source) {
   switch (a.role) {
-    case Role::kValue:
+    case ArgumentRole::kValue:
       return storage_over(at::DataPtr(const_cast<char*>(a.value), a.device), a.storage_bytes);
-    case Role::kShape:
+    case ArgumentRole::kShape:
       return storage_over(at::DataPtr(nullptr, a.device), a.storage_bytes);
-    case Role::kRead:
+    case ArgumentRole::kRead:
       return storage_over(at::DataPtr(source.data, a.device), a.storage_bytes);
-    case Role::kFresh:
+    case ArgumentRole::kFresh:
       return storage_over(pool.allocate(a.storage_bytes), a.storage_bytes);
-    case Role::kWritten:
-    case Role::kAlias:  // of launches, which have no tensors
+    case ArgumentRole::kWritten:
+    case ArgumentRole::kAlias:  // of launches, which have no tensors
       break;
   }
   if (source.own) return std::move(source.own);
@@ -83,7 +83,7 @@ torch::jit::Stack arguments_of(Pool& pool, const Recipe& r, std::vector<Source> 
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
     StoragePtr s = storage_for(pool, a, sources[i]);
-    if (a.role == Role::kWritten || a.role == Role::kFresh) *written = s;
+    if (a.role == ArgumentRole::kWritten || a.role == ArgumentRole::kFresh) *written = s;
     inputs->push_back(s);
     at::Tensor t = tensor_over(a, std::move(s));
     if (a.element >= 0)
@@ -147,15 +147,15 @@ std::vector<StoragePtr> run_launch(Pool& pool, const Recipe& r, std::vector<Sour
   std::vector<StoragePtr> storages, outputs;
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
-    storages.push_back(a.role == Role::kAlias ? StoragePtr() : storage_for(pool, a, sources[i]));
-    if (a.role == Role::kWritten || a.role == Role::kFresh) outputs.push_back(storages.back());
+    storages.push_back(a.role == ArgumentRole::kAlias ? StoragePtr() : storage_for(pool, a, sources[i]));
+    if (a.role == ArgumentRole::kWritten || a.role == ArgumentRole::kFresh) outputs.push_back(storages.back());
   }
   std::array<uintptr_t, kMostKernelArguments> words{};
   for (size_t i = 0; i < r.args.size(); ++i)
     if (r.args[i].isInt()) words[i] = static_cast<uintptr_t>(r.args[i].toInt());
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
-    const StoragePtr& s = storages[a.role == Role::kAlias ? static_cast<size_t>(a.element) : i];
+    const StoragePtr& s = storages[a.role == ArgumentRole::kAlias ? static_cast<size_t>(a.element) : i];
     words[a.argument] =
         reinterpret_cast<uintptr_t>(pointer_of(s.get()).get()) + static_cast<uintptr_t>(a.offset) * a.dtype.itemsize();
   }

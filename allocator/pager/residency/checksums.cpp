@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "base/forked_child.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "cells/cell.h"
 #include "cells/mapped_range.h"
 #include "pools/pool.h"
@@ -36,7 +37,7 @@ Restored restored(const Cell* c) {
   return r;
 }
 
-[[noreturn]] void refuse(const Restored& r) {
+[[noreturn]] void raise_wrong_bytes(const Restored& r) {
   for (Kind* family : r.families) family->trust = Trust::kNo;
   throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                    "memmgr: " + std::to_string(r.nbytes) + " bytes came back other than they left (" +
@@ -55,10 +56,7 @@ struct Comparisons {
   std::deque<Comparison> all GUARDED_BY(lock);
 };
 
-Comparisons& under_way() {
-  static auto* c = new Comparisons;
-  return *c;
-}
+NoDestructor<Comparisons> under_way;
 
 // False: the comparison has to be made at once.
 bool begin_comparison(Cell* c, const void* data) {
@@ -69,7 +67,7 @@ bool begin_comparison(Cell* c, const void* data) {
   Comparison begun{{}, pool->begin_sum(data, c->nbytes), restored(c)};
   if (!begun.after.taken()) return false;  // during a capture
   begun.before = std::move(c->checksum);
-  Comparisons& to = under_way();
+  Comparisons& to = *under_way;
   const Hold lock(to.lock);
   to.all.push_back(std::move(begun));
   comparisons++;
@@ -77,7 +75,7 @@ bool begin_comparison(Cell* c, const void* data) {
 }
 
 bool take_next(bool all, Comparison* next) {
-  Comparisons& from = under_way();
+  Comparisons& from = *under_way;
   const Hold lock(from.lock);
   // Only the oldest is asked about, since each question is a call of the driver.
   if (from.all.empty() || !(all || (from.all.front().before.is_there() && from.all.front().after.is_there())))
@@ -90,7 +88,7 @@ bool take_next(bool all, Comparison* next) {
 
 // A program that catches the error goes on with wrong bytes: it gets the error again, and the budget's end has it, too.
 void keep_wrong(Comparison wrong) {
-  Comparisons& to = under_way();
+  Comparisons& to = *under_way;
   const Hold lock(to.lock);
   to.all.push_front(std::move(wrong));
   comparisons++;
@@ -105,7 +103,7 @@ bool sum_agrees(Cell* c, const void* data) {
 void check_sum(Cell* c, const void* data) {
   if (sum_agrees(c, data)) return;
   if (has_file_copy(c) && c->absence == Absence::kOffloaded) throw_file_failed(c, ESTALE);
-  refuse(restored(c));
+  raise_wrong_bytes(restored(c));
 }
 
 bool restored_sum_agrees(Cell* c, const void* data) { return begin_comparison(c, data) || sum_agrees(c, data); }
@@ -120,12 +118,12 @@ void end_comparisons(bool all) {
     if (next.before.value() == next.after.value()) continue;
     const Restored of = next.of;
     keep_wrong(std::move(next));
-    refuse(of);
+    raise_wrong_bytes(of);
   }
 }
 
 void forget_comparisons() {
-  Comparisons& from = under_way();
+  Comparisons& from = *under_way;
   const Hold lock(from.lock);
   from.all.clear();
   comparisons = 0;

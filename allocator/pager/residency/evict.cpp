@@ -12,6 +12,7 @@
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/session.h"
 #include "base/tensors.h"
 #include "cells/births.h"
@@ -47,14 +48,11 @@ struct Buried {
   uint64_t total GUARDED_BY(lock) = 0;
 };
 
-Buried& buried() {
-  static auto* b = new Buried;
-  return *b;
-}
+NoDestructor<Buried> buried;
 
 void shorten(uint64_t room, size_t most) {
   std::vector<at::DataPtr> end;
-  Buried& b = buried();
+  Buried& b = *buried;
   const Hold lock(b.lock);
   while (!b.all.empty() && (b.total > room || b.all.size() > most)) {
     end.push_back(std::move(b.all.front().first));
@@ -69,7 +67,7 @@ void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
   } catch (const c10::Error&) {  // the device fails: the program's next allocation tells it
     return;
   }
-  Buried& b = buried();
+  Buried& b = *buried;
   {
     const Hold lock(b.lock);
     b.all.emplace_back(std::move(bytes), nbytes);
@@ -90,13 +88,14 @@ bool in_the_sample(const Pool* pool, uint64_t nbytes) {
 // graph's lock up while it reads, writes or frees bytes, so facts found before may have changed.
 class Eviction {
  public:
-  // `let_go_of` drops the reference to the storage.
-  Eviction(Cell* c, Way way, void (*let_go_of)(StoragePtr))
+  // `drop_storage` drops the reference to the storage.
+  Eviction(Cell* c, EvictedFor cause, Way way, void (*drop_storage)(StoragePtr))
       : c_(c),
         pool_(c->pool),
         session_(c->pool->session),
+        cause_(cause),
         way_(tl_nothing_is_dropped > 0 ? Way::kOffload : way),
-        let_go_of_(let_go_of) {}
+        drop_storage_(drop_storage) {}
 
   // Returns the bytes released.
   uint64_t run() {
@@ -112,7 +111,7 @@ class Eviction {
     cancelled_.end();  // a copy that is being written reads the bytes
     end_bytes();
     if (last) last_user_is_gone(c_);
-    if (storage_) let_go_of_(std::move(storage_));
+    if (storage_) drop_storage_(std::move(storage_));
     return released_;
   }
 
@@ -126,7 +125,7 @@ class Eviction {
 
   // Drops the bytes, which a recipe makes again, or keeps a copy: as asked for, else the cheaper of both.
   bool choose_locked() {
-    if (cost_of_leaving_locked(c_, &drop_) < 0) return false;
+    if (cost_of_eviction_locked(c_, &drop_) < 0) return false;
     if (way_ != Way::kCheaper && may_be_dropped_locked(c_))
       drop_ = way_ == Way::kEvict || !(c_->slot >= 0 || session_.may_offload());
     return true;
@@ -204,6 +203,8 @@ class Eviction {
 
   void publish_absent(Hold* lock) {
     c_->checksum = std::move(sum_);
+    c_->evicted_for = cause_;
+    c_->evicted_in_pass = passes_ended.load(std::memory_order_relaxed);
     if (packed_) {
       session_.counters.packed++;
       c_->absence = Absence::kPacked;
@@ -220,7 +221,7 @@ class Eviction {
     note_event_of_locked(drop_ ? Event::kEvict : Event::kOffload, c_, c_->nbytes, 0);
     const bool pages = in_mapping(c_);
     if (pages) note_sample_locked(c_);
-    bytes_ = go_away_locked(c_, storage_.get());
+    bytes_ = become_absent_locked(c_, storage_.get());
     if (pages) {
       const Unlocked free(lock);
       drop_pages(*c_->range);
@@ -261,9 +262,10 @@ class Eviction {
   Cell* const c_;
   Pool* const pool_;
   Session& session_;
+  const EvictedFor cause_;
   const uint64_t nbytes_ = c_->nbytes;
   const Way way_;
-  void (*const let_go_of_)(StoragePtr);
+  void (*const drop_storage_)(StoragePtr);
   StoragePtr storage_;
   at::DataPtr bytes_;
   Trash trash_, cancelled_;
@@ -278,15 +280,15 @@ class Eviction {
 
 void exhume() { shorten(0, 0); }
 
-uint64_t leave_claimed(Cell* c, Way way) { return Eviction(c, way, &drop_later).run(); }
+uint64_t evict_claimed(Cell* c, EvictedFor cause, Way way) { return Eviction(c, cause, way, &drop_later).run(); }
 
-uint64_t let_go(Cell* c, Way way) {
+uint64_t evict(Cell* c, EvictedFor cause, Way way) {
   while (others_are_in_their_ops()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   {
     const Hold lock(graph_lock());
     if (!claim_locked(c)) return 0;
   }
-  return Eviction(c, way, &drop).run();
+  return Eviction(c, cause, way, &drop).run();
 }
 
 // The last resort: frees the bits of packed cells that their ops can make again.
@@ -296,7 +298,7 @@ uint64_t give_up_bits(uint64_t want) {
   {
     Trash trash;
     const Hold lock(graph_lock());
-    if (nothing_leaves_locked()) return 0;
+    if (is_frozen_locked()) return 0;
     for_each_cell_locked([&](Cell* c) {
       uint32_t unpinned = kAbsent;
       if (released >= want || c->absence != Absence::kPacked || !c->bits_bytes || !may_be_dropped_locked(c)) return;

@@ -9,9 +9,9 @@
 namespace memmgr::pager {
 
 // Evicts `c` if it has no pin. Returns the bytes released. No lock is held.
-uint64_t let_go(Cell* c, Way way = Way::kCheaper);
+uint64_t evict(Cell* c, EvictedFor cause, Way way = Way::kCheaper);
 // Does the same for a cell that the caller has claimed (freeze.h).
-uint64_t leave_claimed(Cell* c, Way way);
+uint64_t evict_claimed(Cell* c, EvictedFor cause, Way way);
 void exhume();  // frees the evicted bytes that torture mode keeps, at the end of a budget
 // While one lives, cells that its thread evicts are offloaded wherever there is a tier, at any cost.
 struct NothingIsDropped {

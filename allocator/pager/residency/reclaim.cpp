@@ -40,7 +40,7 @@ static uint64_t reclaim_chosen(const Session& session, uint64_t need, uint64_t r
     chosen = choose_victims_locked(session, need, request);
   }
   uint64_t released = 0;
-  for (const Victim& v : chosen) released += leave_claimed(v.cell, v.way);
+  for (const Victim& v : chosen) released += evict_claimed(v.cell, EvictedFor::kContiguity, v.way);
   return released;
 }
 
@@ -78,7 +78,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
         continue;
       }
     }
-    const uint64_t n = leave_claimed(next.cell, next.way);
+    const uint64_t n = evict_claimed(next.cell, EvictedFor::kRequest, next.way);
     if (n) refilled = false;
     released += n;
   }
@@ -105,12 +105,12 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
 }
 
 // Returns the bytes that could be evicted. The arena evicts nothing for a request that is larger than the budget.
-static uint64_t may_leave_bytes() {
+static uint64_t evictable_bytes() {
   uint64_t bytes = 0;
   const Hold lock(graph_lock());
   for_each_cell_locked([&](const Cell* c) {
     bool drop;
-    if (!c->small && c->state.load() == 0 && cost_of_leaving_locked(c, &drop) >= 0) bytes += c->nbytes;
+    if (!c->small && c->state.load() == 0 && cost_of_eviction_locked(c, &drop) >= 0) bytes += c->nbytes;
   });
   return bytes;
 }
@@ -120,8 +120,9 @@ void throw_out_of_memory(Pool& pool, uint64_t request) {
   pool.throw_if_broken();
   const uint64_t limit = mm_arena_budget(pool.arena), resident = mm_arena_resident(pool.arena);
   const uint64_t taken = rounded(request);
-  const uint64_t refused = taken + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
+  const uint64_t refused = taken + (request <= limit ? resident : resident - std::min(resident, evictable_bytes()));
   failing_op() = {"", 0, 0, taken};
+  // memmgr/observe/error_text.py reads figures from these words.
   std::string text = pool.out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
                      std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
                      " bytes are in use and nothing more can leave.";

@@ -28,7 +28,7 @@
 
 namespace memmgr::pager {
 
-at::DataPtr (*make_again)(Cell* c) = nullptr;
+at::DataPtr (*rematerializer)(Cell* c) = nullptr;
 
 // Turns a cell whose copy cannot be read into an evicted one. False: no recipe can make it. The caller has the cell
 // busy.
@@ -42,7 +42,7 @@ static bool make_instead(Cell* c) {
   return true;
 }
 
-bool begin_coming_back(Cell* c) {
+bool begin_restore(Cell* c) {
   Hold lock(graph_lock());
   for (;;) {
     uint32_t state = c->state.load(std::memory_order_acquire);
@@ -90,11 +90,11 @@ static at::DataPtr copy_back(Cell* c, Absence* absence) {
               forked_child ? " (a forked child: its parent has needed the room on the disk)" : "");
   *absence = Absence::kEvicted;
   bytes.clear();
-  return make_again(c);
+  return rematerializer(c);
 }
 
-void bring_back(Cell* c) {
-  if (!begin_coming_back(c)) {
+void restore_cell(Cell* c) {
+  if (!begin_restore(c)) {
     use_here(c);
     return;
   }
@@ -109,7 +109,7 @@ void bring_back(Cell* c) {
                 "it captures once before the capture begins, or give the budget more room");
     if (absence == Absence::kEvicted) {
       try {
-        bytes = make_again(c);
+        bytes = rematerializer(c);
       } catch (const c10::OutOfMemoryError&) {
         if (c->slot < 0) throw;  // otherwise the copy in the tier is read, which needs room for the cell alone
       }
@@ -121,7 +121,7 @@ void bring_back(Cell* c) {
     throw;
   }
   bool last;
-  const uint64_t waited = wait.end();
+  const uint64_t waited = wait.end();  // without the waits inside it, which rematerialize.cpp counts
   Counters& counters = c->pool->session.counters;
   (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
   {
@@ -129,7 +129,7 @@ void bring_back(Cell* c) {
     const Hold lock(graph_lock());
     if (absence == Absence::kOffloaded) note_moved_locked(c, false);
     if (absence != Absence::kEvicted) note_event_of_locked(Event::kReload, c, c->nbytes, waited);
-    last = come_back_locked(c, std::move(bytes), c->pool->stream(), &trash);
+    last = become_resident_locked(c, std::move(bytes), c->pool->stream(), &trash);
   }
   if (last) last_user_is_gone(c);
 }
@@ -137,7 +137,7 @@ void bring_back(Cell* c) {
 void fetch(Cell* c) {
   pin(c, ticks());
   const auto unpinned = c10::make_scope_exit([c] { unpin(c); });
-  bring_back(c);
+  restore_cell(c);
 }
 
 }  // namespace memmgr::pager

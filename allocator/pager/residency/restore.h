@@ -7,16 +7,16 @@ namespace memmgr::pager {
 
 // Restores the cell: its bytes are in memory on return. The caller has a pin on the cell and holds its storage. No lock
 // is held.
-void bring_back(Cell* c);
+void restore_cell(Cell* c);
 // Does the same for a cell that no op needs at this moment: it may be evicted again at once. The caller holds its
 // storage.
 void fetch(Cell* c);
 // Waits until no thread moves the cell. The caller has a pin. True: the cell was absent, and is busy for the caller
 // now. False: the cell is resident.
-bool begin_coming_back(Cell* c);
+bool begin_restore(Cell* c);
 
 // Makes the bytes of an evicted cell by its recipe (remat/rematerialize.h). The caller has the cell busy. Set before
 // the first budget.
-extern at::DataPtr (*make_again)(Cell* c);
+extern at::DataPtr (*rematerializer)(Cell* c);
 
 }  // namespace memmgr::pager

@@ -8,6 +8,7 @@
 #include "base/deferred_drop.h"
 #include "base/events.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/session.h"
 #include "base/tensors.h"
 #include "base/wait.h"
@@ -39,10 +40,7 @@ struct Transfers {
   uint64_t ended = 0;
 };
 
-Transfers& transfers() {
-  static auto* t = new Transfers;
-  return *t;
-}
+NoDestructor<Transfers> transfers;
 
 void end_write_locked(Cell* c, int result, Trash* trash) {
   const mm_slot slot = c->writing;
@@ -80,7 +78,7 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
     if (good) note_moved_locked(r.cell, false);
     if (good || waited_ns)
       note_event_of_locked(good ? Event::kReload : Event::kStall, r.cell, good ? r.cell->nbytes : 0, waited_ns);
-    last = good ? come_back_locked(r.cell, std::move(r.bytes), filled_on, &trash) : end_move_locked(r.cell, true);
+    last = good ? become_resident_locked(r.cell, std::move(r.bytes), filled_on, &trash) : end_move_locked(r.cell, true);
   }
   if (last) last_user_is_gone(r.cell);
   drop_later(std::move(r.storage));
@@ -92,7 +90,7 @@ bool transfers_under_way() { return copies_under_way.load(std::memory_order_rela
 
 bool begin_write_locked(Cell* c) {
   Session& session = c->pool->session;
-  if (!session.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
+  if (!session.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || is_frozen_locked() || !begin_move(c))
     return false;
   note_last_use(c);
   const mm_slot slot = mm_tier_write(session.tier, c->bytes.get(), c->nbytes);
@@ -123,8 +121,7 @@ bool begin_read(Cell* c) {
   Read r{c, {}, {}};
   {
     const Hold lock(graph_lock());
-    if (nothing_leaves_locked() || !session.options.prefetch)
-      return false;  // an op that is not seen relies on the trap
+    if (is_frozen_locked() || !session.options.prefetch) return false;  // an op that is not seen relies on the trap
     uint32_t expected = kAbsent;
     if (!session.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
     if (!c->state.compare_exchange_strong(expected, kAbsent | kBusy, std::memory_order_acq_rel)) return true;
@@ -146,7 +143,7 @@ bool begin_read(Cell* c) {
     return false;
   }
   const Hold lock(graph_lock());
-  transfers().reads.push_back(std::move(r));
+  transfers->reads.push_back(std::move(r));
   c->reading = true;
   copies_under_way++;
   resident_cell_bytes += c->nbytes;
@@ -168,7 +165,7 @@ bool finish_read(Cell* c) {
   std::optional<Read> mine;
   {
     const Hold lock(graph_lock());
-    auto& reads = transfers().reads;
+    auto& reads = transfers->reads;
     for (size_t i = 0; i < reads.size(); ++i) {
       if (reads[i].cell != c) continue;
       mine.emplace(std::move(reads[i]));
@@ -196,13 +193,13 @@ void poll_transfers(const Session& session) {
   {
     const Hold lock(graph_lock());
     const uint64_t ended = mm_tier_ended(session.tier);
-    if (std::exchange(transfers().polled, session.tier) == session.tier && ended == transfers().ended) return;
-    transfers().ended = ended;
+    if (std::exchange(transfers->polled, session.tier) == session.tier && ended == transfers->ended) return;
+    transfers->ended = ended;
     const std::vector<Cell*> writes = writes_under_way();
     for (Cell* c : writes)
       if (const int result = mm_tier_known(session.tier, c->writing)) end_write_locked(c, result, &trash);
     std::vector<Read> still;
-    for (Read& read : transfers().reads) {
+    for (Read& read : transfers->reads) {
       const int result = mm_tier_known(session.tier, read.cell->slot);
       if (result == 0) {
         still.push_back(std::move(read));
@@ -212,7 +209,7 @@ void poll_transfers(const Session& session) {
       done.emplace_back(std::move(read), result);
       copies_under_way--;
     }
-    transfers().reads = std::move(still);
+    transfers->reads = std::move(still);
   }
   for (auto& [read, result] : done) end_read(std::move(read), result);
 }
@@ -222,8 +219,8 @@ bool finish_any_read() {
     Cell* c;  // only compared
     {
       const Hold lock(graph_lock());
-      if (transfers().reads.empty()) return false;
-      c = transfers().reads.back().cell;
+      if (transfers->reads.empty()) return false;
+      c = transfers->reads.back().cell;
     }
     if (finish_read(c)) return true;
   }
@@ -248,8 +245,8 @@ void finish_transfers(const Session& session) {
     mm_slot writing = -1;
     {
       const Hold lock(graph_lock());
-      if (!transfers().reads.empty())
-        c = transfers().reads.back().cell;
+      if (!transfers->reads.empty())
+        c = transfers->reads.back().cell;
       else if (!writes_under_way().empty())
         writing = writes_under_way().back()->writing;
       else

@@ -14,7 +14,8 @@ bool begin_write_locked(Cell* c);
 // busy and holds `lock`, which is released during the wait.
 void await_write(Cell* c, Hold* lock);
 
-// Begins to read an offloaded cell if there is room without an eviction. False: not now. No lock is held.
+// Begins to read an offloaded cell if there is room without an eviction. True: the read has begun, or there is nothing
+// to read. False: there is no room, or prefetches are off. No lock is held.
 bool begin_read(Cell* c);
 // Waits for a read of this cell that was begun, and ends it. False: there is none. No lock is held.
 bool finish_read(Cell* c);

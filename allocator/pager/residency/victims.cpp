@@ -9,6 +9,7 @@
 #include "base/deferred_drop.h"
 #include "base/link.h"
 #include "base/lock.h"
+#include "base/no_destructor.h"
 #include "base/session.h"
 #include "cells/cell.h"
 #include "cells/freeze.h"
@@ -36,10 +37,7 @@ struct Victims {
   uint64_t asked_at = 0;      // ticks at which the policy was given the candidates
 };
 
-Victims& victims() {
-  static auto* v = new Victims;
-  return *v;
-}
+NoDestructor<Victims> victims;
 
 // Records that an order is wanted, for wait_for_pressure().
 struct Pressure {
@@ -48,13 +46,10 @@ struct Pressure {
   bool wanted GUARDED_BY(lock) = false;
 };
 
-Pressure& pressure() {
-  static auto* p = new Pressure;
-  return *p;
-}
+NoDestructor<Pressure> pressure;
 
 void tell_ranker() {
-  Pressure& p = pressure();
+  Pressure& p = *pressure;
   {
     const Hold lock(p.lock);
     p.wanted = true;
@@ -75,7 +70,7 @@ double io_seconds(const Cell* c) {
 constexpr double kSumSecondsPerByte = 1.5e-10;  // on one processor; a device's bytes are copied for it
 
 void clear_locked() {
-  Victims& all = victims();
+  Victims& all = *victims;
   for (const auto& q : all.queue)
     if (q.victim.cell) q.victim.cell->queued_at = -1;
   all.queue.clear();
@@ -83,7 +78,7 @@ void clear_locked() {
 }
 
 void push_locked(Cell* c, Way way, uint64_t touched) {
-  Victims& all = victims();
+  Victims& all = *victims;
   c->queued_at = static_cast<int32_t>(all.queue.size());
   all.queue.push_back({{c, way}, touched});
 }
@@ -115,7 +110,7 @@ static bool has_room_again_locked(const Cell* c) {
   return bytes <= limit;
 }
 
-double cost_of_leaving_locked(const Cell* c, bool* drop) {
+double cost_of_eviction_locked(const Cell* c, bool* drop) {
   *drop = false;
   double cost = -1;
   if (may_be_packed_locked(c)) return kPackSecondsPerByte * static_cast<double>(c->nbytes);
@@ -142,7 +137,7 @@ bool refill_victims_locked(const Session& session) {
   for_each_cell_locked([&](Cell* c) {
     if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
     bool drop;
-    const double cost = cost_of_leaving_locked(c, &drop);
+    const double cost = cost_of_eviction_locked(c, &drop);
     if (cost < 0) return;
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
     const uint64_t foretold = next_touch.ticks_until_locked(c);
@@ -157,8 +152,8 @@ bool refill_victims_locked(const Session& session) {
 }
 
 Victim next_victim_locked(const Session& session) {
-  if (nothing_leaves_locked()) return {};
-  Victims& all = victims();
+  if (is_frozen_locked()) return {};
+  Victims& all = *victims;
   if (all.ranked == 0 && next_touch.has_moved_locked()) clear_locked();
   while (!all.queue.empty()) {
     const auto [victim, touched] = all.queue.back();
@@ -175,12 +170,12 @@ Victim next_victim_locked(const Session& session) {
 
 std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need, uint64_t request) {
   constexpr int kRounds = 8;  // other threads may have pinned all victims since: the search then runs again
-  if (nothing_leaves_locked()) return {};
+  if (is_frozen_locked()) return {};
   std::vector<mm_price> prices;
   for_each_cell_locked([&](Cell* c) {
     if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(session.arena, block_of(c))) return;
     bool drop;
-    prices.push_back({block_of(c), c, cost_of_leaving_locked(c, &drop),
+    prices.push_back({block_of(c), c, cost_of_eviction_locked(c, &drop),
                       seconds_of_ticks(c->last_touch.load(std::memory_order_relaxed))});
   });
   mm_arena_price(session.arena, prices.data(), prices.size());
@@ -209,7 +204,7 @@ std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need,
 }
 
 static void forget_cell_locked(Cell* c) {
-  if (c->queued_at >= 0) victims().queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
+  if (c->queued_at >= 0) victims->queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
   c->queued_at = -1;
   const Session& session = c->pool->session;
   if (session.options.search >= 0 && session.arena && c->bytes.get()) mm_arena_disown(session.arena, block_of(c), c);
@@ -221,11 +216,11 @@ static const ListensToCells forgets_victims({nullptr, &forget_cell_locked});
 std::vector<Candidate> candidates() {
   std::vector<std::pair<uint64_t, Candidate>> found;
   const Hold lock(graph_lock());
-  const uint64_t now = victims().asked_at = ticks();
+  const uint64_t now = victims->asked_at = ticks();
   for_each_cell_locked([&](Cell* c) {
     if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
     bool drop;
-    if (cost_of_leaving_locked(c, &drop) < 0) return;
+    if (cost_of_eviction_locked(c, &drop) < 0) return;
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
     const bool droppable = may_be_dropped_locked(c);
     const double own = droppable ? seconds_of(c->version->recipe) : 0;
@@ -248,7 +243,7 @@ void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked) {
     if (!c->small) cells.emplace(c->serial, c);
   });
   clear_locked();
-  Victims& all = victims();
+  Victims& all = *victims;
   for (size_t i = ranked.size(); i-- > 0;) {
     const auto at = cells.find(ranked[i].first);
     if (at == cells.end() || at->second->queued_at >= 0) continue;
@@ -259,7 +254,7 @@ void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked) {
 }
 
 void wait_for_pressure() {
-  Pressure& p = pressure();
+  Pressure& p = *pressure;
   Hold lock(p.lock);
   while (!p.wanted) p.told.wait(lock);
   p.wanted = false;

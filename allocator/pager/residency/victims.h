@@ -16,7 +16,7 @@ bool may_be_dropped_locked(const Cell* c);
 bool may_be_packed_locked(const Cell* c);
 // Returns the seconds that a restore would cost; negative: the cell cannot be evicted. `drop`: the cost is
 // rematerialization's.
-double cost_of_leaving_locked(const Cell* c, bool* drop);
+double cost_of_eviction_locked(const Cell* c, bool* drop);
 
 struct Victim {
   Cell* cell = nullptr;
