@@ -80,7 +80,7 @@ class Row(enum.IntEnum):
     MAKE = 0
     DROP = 1
     OFFLOAD = 2
-    READ = 3
+    USED = 3
 
 
 class Event(enum.IntEnum):

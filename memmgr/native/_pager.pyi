@@ -449,7 +449,7 @@ class Pager:
         """The equation of cells/check_graph.h that does not hold, or an empty text."""
 
     def miscount(self, nbytes: int, /) -> None:
-        """Makes held_bytes wrong, for the test that such a fault is found."""
+        """Makes long_pinned_bytes wrong, for the test that such a fault is found."""
 
     def set_graph_checks(self, share: float, /) -> None:
         """Checks the graph after ops, in this share of the time.

@@ -331,7 +331,7 @@ class PlanRows:
         departures: may be evicted after the op.
         writes: begin to be written after the op.
         reads: begin to be read before the op.
-        groups: storages that are made again before the op, in order, and evictions between them; with `Row.READ` before an
+        groups: storages that are made again before the op, in order, and evictions between them; with `Row.USED` before an
             eviction, it waits until so many of the later ones have read the storage.
         kept: storages that the program has released, made before one op and read last before another.
     """
@@ -451,7 +451,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
                 continue
             readers = sum(s in read for read in unmade.values())
             if readers:
-                found["groups"].extend([(before(done), cell(s), Row.READ)] * readers)
+                found["groups"].extend([(before(done), cell(s), Row.USED)] * readers)
                 unread[s] = len(found["groups"])
             go(s)
     for s in away.keys() & {end for end, _ in trace.cycle}:  # comes back in the next pass

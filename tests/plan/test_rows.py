@@ -39,7 +39,7 @@ def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
     made = rows(of, steps)
-    assert made.groups == [(4, A, Row.MAKE), (4, A, Row.READ), (4, A, Row.DROP), (4, B, Row.MAKE), (5, A, Row.MAKE)]
+    assert made.groups == [(4, A, Row.MAKE), (4, A, Row.USED), (4, A, Row.DROP), (4, B, Row.MAKE), (5, A, Row.MAKE)]
     assert sorted(made.departures) == [(2, A, Row.DROP), (2, B, Row.DROP)]
 
 
@@ -52,7 +52,7 @@ def test_what_would_go_when_it_is_read_and_is_made_again_before_that_stays() -> 
         Step(free, B), Step(compute, 6), Step(free, A),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
-    assert rows(of, steps).groups == [(4, A, Row.MAKE), (4, A, Row.READ), (4, A, Row.MAKE), (4, B, Row.MAKE)]
+    assert rows(of, steps).groups == [(4, A, Row.MAKE), (4, A, Row.USED), (4, A, Row.MAKE), (4, B, Row.MAKE)]
 
 
 def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
@@ -74,7 +74,7 @@ def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
     ]  # fmt: skip
     assert replayed(of.trace, steps, 6).valid
     assert rows(of, steps).groups == [
-        (4, A, Row.MAKE), (4, A, Row.READ), (4, A, Row.DROP), (4, B, Row.MAKE), (4, 5, Row.MAKE), (5, A, Row.MAKE)
+        (4, A, Row.MAKE), (4, A, Row.USED), (4, A, Row.DROP), (4, B, Row.MAKE), (4, 5, Row.MAKE), (5, A, Row.MAKE)
     ]  # fmt: skip
 
 

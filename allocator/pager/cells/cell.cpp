@@ -13,7 +13,7 @@ SumUnderLock resident_cell_bytes;
 SumUnderLock root_bytes;
 SumUnderLock escaped_bytes;
 SumUnderLock newborn_bytes;
-SumUnderLock held_bytes;
+SumUnderLock long_pinned_bytes;
 SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 
@@ -78,7 +78,7 @@ static void set_root_locked(Cell* c, bool root) {
     root_bytes += c->nbytes;
   else
     root_bytes -= c->nbytes;
-  count_held_locked(c);
+  count_long_pinned_locked(c);
 }
 
 void count_root_locked(Cell* c) {
@@ -150,13 +150,13 @@ static void forget_newborn_locked(Cell* c) {
   newborn_bytes -= c->nbytes;
   newborns--;
   newborns_by[c->maker]--;
-  count_held_locked(c);
+  count_long_pinned_locked(c);
 }
 
 void unstand_all_locked(Cell* c) {
   if (c->escape != Escape::kNone) escaped_bytes -= c->nbytes;
   c->escape = Escape::kNone;
-  count_held_locked(c);
+  count_long_pinned_locked(c);
   forget_newborn_locked(c);
   c->standing_pins = 0;
 }
@@ -204,27 +204,27 @@ void stand_unpinned_locked(Cell* c) {
   c->state.fetch_sub(1, std::memory_order_acq_rel);  // its storage lives, so this is not the last user
 }
 
-void count_held_locked(Cell* c) {
+void count_long_pinned_locked(Cell* c) {
   const auto elsewhere = [&] {
     return c->newborn || c->escape != Escape::kNone || (c->root && !c->pool->session.may_offload());
   };
-  const bool counts = c->held > 0 && !c->small && !elsewhere();
-  if (counts == c->counted_as_held) return;
-  c->counted_as_held = counts;
+  const bool counts = c->long_pins > 0 && !c->small && !elsewhere();
+  if (counts == c->counted_as_long_pinned) return;
+  c->counted_as_long_pinned = counts;
   if (counts)
-    held_bytes += c->nbytes;
+    long_pinned_bytes += c->nbytes;
   else
-    held_bytes -= c->nbytes;
+    long_pinned_bytes -= c->nbytes;
 }
 
-void begin_held_locked(Cell* c) {
-  c->held++;
-  count_held_locked(c);
+void begin_long_pin_locked(Cell* c) {
+  c->long_pins++;
+  count_long_pinned_locked(c);
 }
 
-void end_held_locked(Cell* c) {
-  c->held--;
-  count_held_locked(c);
+void end_long_pin_locked(Cell* c) {
+  c->long_pins--;
+  count_long_pinned_locked(c);
 }
 
 void begin_newborn_locked(Cell* c) {
@@ -235,7 +235,7 @@ void begin_newborn_locked(Cell* c) {
   stand_pinned_locked(c);
   newborns++;
   newborns_by[c->maker]++;
-  count_held_locked(c);
+  count_long_pinned_locked(c);
 }
 
 void end_newborn_locked(Cell* c) {

@@ -125,9 +125,9 @@ inline const void* block_of(const Cell* c) { return c->bytes.get_context(); }
 void stand_pinned_locked(Cell* c);    // adds a standing pin
 void stand_unpinned_locked(Cell* c);  // ends one
 // A pin that outlives its op or call, and counts in the floor. The caller pins before, and unpins after.
-void begin_held_locked(Cell* c);
-void end_held_locked(Cell* c);
-void count_held_locked(Cell* c);  // called when another reason to keep the cell may have begun or ended
+void begin_long_pin_locked(Cell* c);
+void end_long_pin_locked(Cell* c);
+void count_long_pinned_locked(Cell* c);  // called when another reason to keep the cell may have begun or ended
 // The cell is uninitialized: it is pinned until an op has touched it (rule 3).
 void begin_newborn_locked(Cell* c);
 void end_newborn_locked(Cell* c);
@@ -154,8 +154,8 @@ extern SumUnderLock resident_cell_bytes;
 extern SumUnderLock root_bytes;  // of cells without a recipe: without a tier they cannot be evicted
 extern SumUnderLock escaped_bytes;
 extern SumUnderLock newborn_bytes;
-extern SumUnderLock recipe_bytes;  // of all recipes, and of the values kept for them
-extern SumUnderLock held_bytes;    // of cells with a long pin that no other reason keeps resident
+extern SumUnderLock recipe_bytes;       // of all recipes, and of the values kept for them
+extern SumUnderLock long_pinned_bytes;  // of cells with a long pin that no other reason keeps resident
 extern std::atomic<int64_t> absent_cells;
 
 }  // namespace memmgr::pager

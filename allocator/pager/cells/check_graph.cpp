@@ -36,7 +36,7 @@ class Equations {
 };
 
 struct Sums {
-  uint64_t resident = 0, roots = 0, escaped = 0, newborn = 0, held = 0, absent = 0, kept = 0;
+  uint64_t resident = 0, roots = 0, escaped = 0, newborn = 0, long_pinned = 0, absent = 0, kept = 0;
   bool moving = false;
 };
 
@@ -75,7 +75,7 @@ void check_cell(const Cell* c, size_t index, Equations* all, Sums* sums) {
   if (c->root) sums->roots += c->nbytes;
   if (c->escape != Escape::kNone) sums->escaped += c->nbytes;
   if (c->newborn) sums->newborn += c->nbytes;
-  if (c->counted_as_held) sums->held += c->nbytes;
+  if (c->counted_as_long_pinned) sums->long_pinned += c->nbytes;
   if (c->kept) sums->kept += c->nbytes;
 }
 
@@ -148,7 +148,7 @@ std::string broken_equation() {
   all.equal("root_bytes", root_bytes.load(), sums.roots);
   all.equal("escaped_bytes", escaped_bytes.load(), sums.escaped);
   all.equal("newborn_bytes", newborn_bytes.load(), sums.newborn);
-  all.equal("held_bytes", held_bytes.load(), sums.held);
+  all.equal("long_pinned_bytes", long_pinned_bytes.load(), sums.long_pinned);
   if (!sums.moving) {
     all.equal("resident_cell_bytes", resident_cell_bytes.load(), sums.resident);
     all.equal("absent_cells", static_cast<uint64_t>(absent_cells.load()), sums.absent);

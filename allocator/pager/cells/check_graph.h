@@ -6,7 +6,7 @@
 //              offloaded: a slot of the tier;  evicted: c.version.evicted and a recipe;  packed: bits
 //   totals     resident_cell_bytes == sum of nbytes over cells that are resident, or being read, and not small,
 //                                     + bits_bytes of all
-//              root_bytes, escaped_bytes, newborn_bytes, held_bytes == sum of nbytes over cells with that mark
+//              root_bytes, escaped_bytes, newborn_bytes, long_pinned_bytes == sum of nbytes over cells with that mark
 //              absent_cells == number of absent cells, those that are being read among them
 //              recipe_bytes >= sum of bytes of recipes + nbytes of kept cells
 //   versions   v.needed == number of outputs that pull, over the recipes that read v, once for each argument that is v

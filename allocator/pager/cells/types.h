@@ -123,8 +123,8 @@ struct Cell {
   EvictedFor evicted_for = EvictedFor::kNone;
   uint32_t evicted_in_pass = 0;  // births.h
 
-  uint16_t held = 0;  // long pins: of works, of DDP's reducer, of `memmgr.pin` and of readers that outlive their call
-  bool counted_as_held = false;  // counted among held_bytes
+  uint16_t long_pins = 0;  // of works, of DDP's reducer, of `memmgr.pin` and of readers that outlive their call
+  bool counted_as_long_pinned = false;  // counted among long_pinned_bytes
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
 };

@@ -46,7 +46,7 @@ void pin_dealloc(PyObject* self) {
   if (pin.counted && pin.life != PinLife::kHeld) --tl_readers;
   if (pin.counted && pin.life == PinLife::kHeld) {
     const Hold lock(graph_lock());
-    for (auto& [c, s] : *pins) end_held_locked(c);
+    for (auto& [c, s] : *pins) end_long_pin_locked(c);
   }
   for (auto& [c, s] : *pins) {
     watch_writes(c);
@@ -119,7 +119,7 @@ PyObject* new_pin(Session& session, std::vector<StoragePtr> storages, PinLife li
       ++tl_readers;
     } else {
       const Hold lock(graph_lock());
-      for (auto& [c, s] : *self->cells) begin_held_locked(c);
+      for (auto& [c, s] : *self->cells) begin_long_pin_locked(c);
     }
     return reinterpret_cast<PyObject*>(self);
   });

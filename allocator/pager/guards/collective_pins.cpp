@@ -64,7 +64,7 @@ void end_works(Ended&& ended) {
   if (done.empty()) return;
   {
     const Hold lock(graph_lock());
-    for (Cell* c : done) end_held_locked(c);
+    for (Cell* c : done) end_long_pin_locked(c);
   }
   for (Cell* c : done) unpin(c);
 }
@@ -74,7 +74,7 @@ void end_works(Ended&& ended) {
 void keep_until_done(const c10::intrusive_ptr<Target>& work, std::vector<Cell*> pinned) {
   {
     const Hold lock(graph_lock());
-    for (Cell* c : pinned) begin_held_locked(c);
+    for (Cell* c : pinned) begin_long_pin_locked(c);
   }
   Works& w = *works;
   const Hold lock(w.lock);

@@ -104,7 +104,7 @@ void give_back(const std::vector<Cell*>& cells) {
   if (cells.empty()) return;
   {
     const Hold lock(graph_lock());
-    for (Cell* c : cells) end_held_locked(c);
+    for (Cell* c : cells) end_long_pin_locked(c);
   }
   for (Cell* c : cells) unpin(c);
 }
@@ -120,7 +120,7 @@ void keep(Each&& each) {
     std::vector<Cell*>& pinned = touched_locked(node.get(), &before);
     each([&](Cell* c) {
       pin(c, ticks());
-      begin_held_locked(c);
+      begin_long_pin_locked(c);
       pinned.push_back(c);
     });
   }

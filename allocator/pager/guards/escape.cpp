@@ -41,7 +41,7 @@ void escape(Cell* c, Escape why) {
       name_escaped_locked(c);
       stand_pinned_locked(c);
       escaped_bytes += c->nbytes;
-      count_held_locked(c);
+      count_long_pinned_locked(c);
       session.counters.escapes++;
     }
   }

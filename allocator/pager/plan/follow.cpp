@@ -38,7 +38,7 @@ struct Departure {
 
 // A cell that departs in a group, as soon as the group's recipes that read it have run.
 struct Unread {
-  uint32_t ordinal, reads = 0;
+  uint32_t ordinal, uses = 0;
   bool departs = false;
   Row how = Row::kDrop;
 };
@@ -121,10 +121,10 @@ Unread* unread_locked(Follower& f, uint32_t ordinal) {
 // Handles an action of a group that rematerializes nothing.
 void depart_in_group_locked(Follower& f, const PlanRow& row) {
   Unread* unread = unread_locked(f, row.ordinal);
-  if (row.what == Row::kRead) {
+  if (row.what == Row::kUsed) {
     if (!unread) unread = &f.unread.emplace_back(Unread{row.ordinal});
-    unread->reads++;
-  } else if (unread && unread->reads > 0) {
+    unread->uses++;
+  } else if (unread && unread->uses > 0) {
     unread->departs = true;
     unread->how = row.what;
   } else {
@@ -227,7 +227,7 @@ void has_been_read_locked(const Recipe* r) {
   for (const TensorArg& a : r->tensors)
     for (Unread& u : f.unread) {
       if (!a.version || !a.version->cell || cell_locked(f, u.ordinal) != a.version->cell) continue;
-      if (u.reads == 0 || --u.reads > 0 || !std::exchange(u.departs, false)) continue;
+      if (u.uses == 0 || --u.uses > 0 || !std::exchange(u.departs, false)) continue;
       depart_locked(f, u.ordinal, u.how);
     }
 }

@@ -266,7 +266,7 @@ void py_check_arena() {
 
 void py_miscount(int64_t bytes) {
   const Hold lock(graph_lock());
-  held_bytes += static_cast<uint64_t>(bytes);
+  long_pinned_bytes += static_cast<uint64_t>(bytes);
 }
 
 }  // namespace
@@ -274,7 +274,7 @@ void py_miscount(int64_t bytes) {
 void bind_figures(Module& m) {
   m.def<&broken_equation>("check_graph", "",
                           "The equation of cells/check_graph.h that does not hold, or an empty text.");
-  m.def<&py_miscount>("miscount", "nbytes", "Makes held_bytes wrong, for the test that such a fault is found.");
+  m.def<&py_miscount>("miscount", "nbytes", "Makes long_pinned_bytes wrong, for the test that such a fault is found.");
   m.def<&set_graph_checks>("set_graph_checks", "share",
                            "Checks the graph after ops, in this share of the time. From the first call on, ranks of "
                            "locks are checked, too.");

@@ -21,7 +21,7 @@ uint64_t bytes_that_stay(const Session& session) {
   const uint64_t all = mm_arena_resident(session.arena);
   const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                    // mostly outputs
   const uint64_t roots = session.may_offload() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
-  return all - std::min(all, elsewhere) + escaped_bytes.load() + held_bytes.load() + roots;
+  return all - std::min(all, elsewhere) + escaped_bytes.load() + long_pinned_bytes.load() + roots;
 }
 
 void note_working_set(const Session& session, uint64_t pinned_bytes, Share at_once) {

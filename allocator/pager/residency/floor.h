@@ -26,7 +26,7 @@ uint64_t bytes_beside_what_stays(const Session& session, size_t n, CellAt&& cell
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
     const Cell* c = cell_at(i);
-    bool again = c->newborn || c->held > 0 || (roots_stay && c->root);
+    bool again = c->newborn || c->long_pins > 0 || (roots_stay && c->root);
     for (size_t k = 0; k < i && !again; ++k) again = cell_at(k) == c;
     if (!again) pinned += c->nbytes;
   }
