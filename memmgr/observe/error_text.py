@@ -10,7 +10,7 @@ from typing import Any
 from memmgr.common.errors import BudgetError, RankError
 from memmgr.config.sizes import round_up, show_size
 
-STATES = ("parameters", "buffers", "gradients", "optimizer state")
+STATE_KINDS = ("parameters", "buffers", "gradients", "optimizer state")
 # Without a tier: the bytes of a step besides the model's states, over those of the first few ops of its forward.
 UNSEEN = 3.0
 LEAST_WORK = 8  # one part in so many of the states
@@ -59,7 +59,7 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
 
 
 @dataclass(frozen=True)
-class Holdings:
+class HeldBytes:
     """The holders of the memory, and the states that are still to come.
 
     Attributes:
@@ -81,7 +81,7 @@ class Holdings:
     @property
     def states_bytes(self) -> int:
         """Bytes of parameters, buffers, gradients and optimizer state, resident or in the tier below."""
-        return self.below_bytes + sum(self.kinds.get(kind, 0) for kind in STATES)
+        return self.below_bytes + sum(self.kinds.get(kind, 0) for kind in STATE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Spent:
     """
 
     first: str
-    held: Holdings
+    held: HeldBytes
     budget_bytes: int
     so_far_bytes: int = 0
     untried_bytes: int = 0

@@ -22,7 +22,7 @@ import memmgr
 from memmgr.config.sizes import show_size
 from memmgr.native import binding
 from memmgr.observe import rehearsal
-from memmgr.observe.error_text import Holdings, Spent, failed_tier, torchs_own_words
+from memmgr.observe.error_text import HeldBytes, Spent, failed_tier, torchs_own_words
 
 from .in_backward import in_backward
 from .there import bytes_already_there
@@ -337,7 +337,7 @@ def test_what_the_allocator_adds_is_taken_off_and_torchs_own_is_not() -> None:
 
 
 def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:
-    held = Holdings({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
+    held = HeldBytes({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
     spent = Spent("Words.", held, budget_bytes=6 * MB, so_far_bytes=7 * MB, failed=("disk", "Input/output error"))
     error = spent.error()
     assert "The disk tier failed: Input/output error." in str(error) and error.tier_bytes == 0
