@@ -1,4 +1,4 @@
-"""Published systems by name, for the simulator."""
+"""Published systems by name, for the simulator. `memmgr.runtime.planners` has those that also run live."""
 
 from __future__ import annotations
 
