@@ -137,6 +137,8 @@ class PagerRuntime:
             BudgetError: tensors that cannot be evicted exceed the limit.
             OSError: the log cannot be written, or the tier cannot be opened.
         """
+        # A new step has an undo in `close`. After a failure `close` runs every undo, also of steps that were not reached, so an
+        # undo does nothing without its step. Undos run from the last line of `close` to the first.
         config, pager = self.config, self.native
         if is_capturing(config.device):
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
