@@ -235,7 +235,7 @@ class RawReaders:
             self._patches.wrap(function, "run", functools.partial(self._triton_launch))
 
     def _triton_launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # A kernel may write to any of its arguments.
+        # Nothing says which arguments a Triton kernel writes, so it may write to any of them.
         return self._pointer_in_scope(self.scoped(original, writes=True))
 
     def _inductor(self, module: Any) -> None:
@@ -249,6 +249,7 @@ class RawReaders:
         def call(graph: Any, inputs: Any) -> Any:
             if paged(graph):
                 return original(graph, inputs)
+            # Torch names the inputs that the graph writes.
             written = [inputs[i] for i in getattr(graph, "mutated_input_idxs", None) or () if i < len(inputs)]
             constants = getattr(graph, "constants", None) or {}
             writes = pager.pin(storages(written), written=True)
