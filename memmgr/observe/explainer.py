@@ -1,4 +1,4 @@
-"""Collects the text of the pager's BudgetError: torch's own words, the holders of the memory, the floor."""
+"""Collects the facts for a BudgetError: torch's words, the holders of the memory, the floor. error_text.py writes its text."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Explanation:
 
 
 class HolderTables:
-    """Makes explanations of one budget.
+    """Makes the tables of holders (`Explanation`) of one budget.
 
     Args:
         native: the pager.

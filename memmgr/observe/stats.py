@@ -68,7 +68,7 @@ class PagerFigures:
         self.device_type = asked.device.type
 
     def unevictable_bytes(self, now: dict[str, int]) -> int:
-        """Bytes that cannot be evicted: tensors smaller than a cell, and escaped ones."""
+        """Bytes that can never be evicted: tensors smaller than a cell, and escaped ones. Pins do not count, since they end."""
         return max(0, now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"])
 
     def stats(self) -> dict[str, Any]:
