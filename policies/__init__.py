@@ -1,7 +1,7 @@
 """Decisions of memmgr: pure functions from plain data to plain data, apart from the code that acts. No torch, no
-memmgr, no clock, no I/O, no state, so simulator and property tests run the same code. `plan` acts live; of `rules`,
-malloc uses C++ versions of the common scores, and prefetchers run in the simulator only: without a plan the pager reads
-ahead by itself.
+memmgr, no clock, no I/O, no state, so simulator and property tests run the same code. Live, `plan` acts, and the published
+systems that `memmgr.runtime.planners` lists. Of `rules`, malloc has C++ versions of the common filters and directors; the others
+are called live (`memmgr.runtime.ranking`). Prefetchers run in the simulator only: without a plan the pager reads ahead by itself.
 """
 
 from .rules.directors import DIRECTORS, Alternate, Auto

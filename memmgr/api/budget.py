@@ -39,7 +39,7 @@ from memmgr.native import device as devices
 from memmgr.native.build import NotBuiltError
 from memmgr.observe.holdings import Explanation
 from memmgr.observe.memory_inventory import live_tensors
-from memmgr.observe.summary import figures
+from memmgr.observe.summary import main_figures
 from memmgr.policies import Policy, parse_policy
 from memmgr.runtime.config import SILENT_SECONDS, Config, default_folder
 from memmgr.runtime.session import PagerRuntime
@@ -373,7 +373,7 @@ class budget:
         """Representation for notebooks: the line, and the figures once there are any."""
         stats = self.stats()
         binary = self._config.binary
-        rows = figures(stats, binary=binary) if stats else []
+        rows = main_figures(stats, binary=binary) if stats else []
         if self._is_open():
             rows.insert(1, ("now", show_size(stats["resident_bytes.current"], binary=binary)))
         cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)

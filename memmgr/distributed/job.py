@@ -41,9 +41,9 @@ class Job:
 
     Args:
         figures: of this rank, for the summary.
-        pager: gives the sign of life.
-        silent_seconds: without one after which a rank is lost; 0: never.
-        quiet: there will be none.
+        pager: its heartbeat is this rank's sign of life.
+        silent_seconds: a rank is lost after so many seconds without a sign of life; 0: never.
+        quiet: no summary will be printed.
         binary: errors speak in powers of two.
 
     Known limitations: a rank that has no budget is not named. Nor is one whose host vanishes with the store of a launcher's

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
 
-from ._session import Session
+from ._callback_budget import CallbackBudget
 
 
 class MemmgrTracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no types
@@ -34,7 +34,7 @@ class MemmgrTracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no 
     def __init__(self, limit: int | str | None, **options: Any) -> None:
         super().__init__()
         self._limit, self._options = limit, options
-        self._session = Session(limit, options)  # errors in the options are raised now
+        self._budget = CallbackBudget(limit, options)  # errors in the options are raised now
 
     @property
     def tracker(self) -> MemmgrTracker:
@@ -43,7 +43,7 @@ class MemmgrTracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no 
 
     def stats(self) -> dict[str, Any]:
         """The figures of the training under way, or of the last one."""
-        return self._session.stats()
+        return self._budget.stats()
 
     # -- called by the Accelerator --
 
@@ -51,16 +51,16 @@ class MemmgrTracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no 
         """Opens the budget."""
         state = PartialState()
         self.finish(failed=True)  # of a training that ended without a word
-        self._session = Session(self._limit, {"device": state.device, **self._options})
-        self._session.open(speaks=state.is_main_process)
-        self._session.step_begins()
+        self._budget = CallbackBudget(self._limit, {"device": state.device, **self._options})
+        self._budget.open(speaks=state.is_main_process)
+        self._budget.step_begins()
 
     def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
         """Adds our figures to the line, for the trackers to come."""
-        self._session.step_ends()
-        values.update(self._session.figures())
-        self._session.step_begins()
+        self._budget.step_ends()
+        values.update(self._budget.figures())
+        self._budget.step_begins()
 
     def finish(self, failed: bool = False) -> None:
         """Closes the budget, and prints one or two lines of advice."""
-        self._session.close(failed)
+        self._budget.close(failed)

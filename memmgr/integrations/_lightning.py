@@ -15,7 +15,7 @@ else:
         except ModuleNotFoundError:
             raise missing from None
 
-from ._session import Session
+from ._callback_budget import CallbackBudget
 
 
 class MemmgrLightningCallback(Callback):
@@ -35,38 +35,38 @@ class MemmgrLightningCallback(Callback):
     """
 
     def __init__(self, limit: int | str | None, **options: Any) -> None:
-        self._session = Session(limit, options)
+        self._budget = CallbackBudget(limit, options)
         self._steps_before = 0
 
     def stats(self) -> dict[str, Any]:
         """The figures of the open budget, or of the last one."""
-        return self._session.stats()
+        return self._budget.stats()
 
     # -- called by the Trainer --
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Opens the budget, before the model goes to its device."""
-        self._session.open(speaks=trainer.is_global_zero)
+        self._budget.open(speaks=trainer.is_global_zero)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Closes the budget, and prints one or two lines of advice."""
-        self._session.close()
+        self._budget.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Closes the budget."""
-        self._session.close(failed=True)
+        self._budget.close(failed=True)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The shares are of batches: the time of validation and checkpoints is not in them."""
         self._steps_before = trainer.global_step
-        self._session.step_begins()
+        self._budget.step_begins()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Adds our figures where the Trainer is about to log: after a step, not after each of the batches that it sums up."""
-        self._session.step_ends()
+        self._budget.step_ends()
         stepped = trainer.global_step > self._steps_before
         # Lightning's own callbacks ask there, too; nothing public says when.
         if stepped and trainer.loggers and trainer._logger_connector.should_update_logs:
-            pl_module.log_dict(self._session.figures(), on_step=True, on_epoch=False)
+            pl_module.log_dict(self._budget.figures(), on_step=True, on_epoch=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ._session import Session
+from ._callback_budget import CallbackBudget
 
 
 class MemmgrCallback(TrainerCallback):
@@ -28,15 +28,15 @@ class MemmgrCallback(TrainerCallback):
     """
 
     def __init__(self, limit: int | str | None, **options: Any) -> None:
-        self._session = Session(limit, options)
+        self._budget = CallbackBudget(limit, options)
 
     def close(self, failed: bool = False) -> None:
         """Closes the budget, if it is open, and prints one or two lines of advice."""
-        self._session.close(failed)
+        self._budget.close(failed)
 
     def stats(self) -> dict[str, Any]:
         """The figures of the training under way, or of the last one."""
-        return self._session.stats()
+        return self._budget.stats()
 
     # -- called by the Trainer --
 
@@ -45,26 +45,26 @@ class MemmgrCallback(TrainerCallback):
     ) -> None:
         """Opens the budget. `auto_find_batch_size` begins again here, without an end."""
         size = int(state.train_batch_size or 0) if args.auto_find_batch_size else 0
-        self._session.open(batch_size=size, speaks=state.is_world_process_zero)
+        self._budget.open(batch_size=size, speaks=state.is_world_process_zero)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """The shares are of steps: the time of evaluation and checkpoints is not in them."""
-        self._session.step_begins()
+        self._budget.step_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """The optimizer's step is over."""
-        self._session.step_ends()
+        self._budget.step_ends()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Adds our figures to a line of training: not to one of evaluation, or to the sums at the end."""
         logs = more.get("logs")
         if logs is None or "loss" not in logs:
             return
-        figures = self._session.figures()
+        figures = self._budget.figures()
         logs.update(figures)
         if state.log_history:
             state.log_history[-1].update(figures)  # its copy of the line
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Closes the budget, and prints one or two lines of advice."""
-        self._session.close()
+        self._budget.close()

@@ -103,7 +103,8 @@ def room_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """This rank's part of the memory that new tensors may take there, for the budget `"device"`; at least 0.
+    """This rank's part of the memory that new tensors may take there, for the budget `"device"`; at least 0. An accelerator's
+    memory is not divided: several processes on one each get all that is free.
 
     A twentieth of the whole memory, and at least `LEFT_BYTES`, is left free, because a budget counts tensors alone. Other
     memory grows after the budget has opened: scratch of oneDNN and BLAS, the process that makes plans, Python's objects,

@@ -1,4 +1,4 @@
-"""The texts of the errors that memmgr raises."""
+"""The texts of BudgetError and RankError. The facts for a BudgetError are collected in explainer.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from memmgr.common.errors import BudgetError, RankError
 from memmgr.config.sizes import round_up, show_size
 
-STATES = ("parameters", "buffers", "gradients", "optimizer state")
+STATE_KINDS = ("parameters", "buffers", "gradients", "optimizer state")
 # Without a tier: the bytes of a step besides the model's states, over those of the first few ops of its forward.
 UNSEEN = 3.0
 LEAST_WORK = 8  # one part in so many of the states
@@ -59,8 +59,8 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """The holders of the memory, and the states that are still to come.
+class HeldBytes:
+    """Bytes by holder, and the states that are still to come.
 
     Attributes:
         kinds: bytes by kind (see `memory_inventory.holders`).
@@ -81,7 +81,7 @@ class Holdings:
     @property
     def states_bytes(self) -> int:
         """Bytes of parameters, buffers, gradients and optimizer state, resident or in the tier below."""
-        return self.below_bytes + sum(self.kinds.get(kind, 0) for kind in STATES)
+        return self.below_bytes + sum(self.kinds.get(kind, 0) for kind in STATE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,11 @@ def is_full(failed: tuple[str, str]) -> bool:
     return failed[1] == _FULL
 
 
-TOP = 4
-"""So many kinds of holders are named, and half as many modules."""
+NAMED_KINDS = 4
+"""So many kinds of holders are named."""
+
+NAMED_MODULES = 2
+"""So many classes of modules are named."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class Spent:
     """
 
     first: str
-    held: Holdings
+    held: HeldBytes
     budget_bytes: int
     so_far_bytes: int = 0
     untried_bytes: int = 0
@@ -266,11 +269,12 @@ class Spent:
     def _holders(self) -> str:
         hidden = {"workspaces of libraries": self.hidden_bytes} if self.hidden_bytes else {}
         kinds = sorted((self.held.kinds | hidden).items(), key=lambda item: -item[1])
-        top = [f"{name} {self.size(part)}" for name, part in kinds[:TOP]]
-        if kinds[TOP:]:
-            top.append(f"{len(kinds) - TOP} other kinds {self.size(sum(part for _, part in kinds[TOP:]))}")
+        top = [f"{name} {self.size(part)}" for name, part in kinds[:NAMED_KINDS]]
+        if kinds[NAMED_KINDS:]:
+            rest = sum(part for _, part in kinds[NAMED_KINDS:])
+            top.append(f"{len(kinds) - NAMED_KINDS} other kinds {self.size(rest)}")
         said = f"Held now: {', '.join(top) or 'nothing that Python can see'}"
-        modules = ", ".join(f"{name} {self.size(part)}" for name, part in self.held.modules[: TOP // 2])
+        modules = ", ".join(f"{name} {self.size(part)}" for name, part in self.held.modules[:NAMED_MODULES])
         if modules:
             said += f" (largest modules: {modules})"
         return f"{said}. Floor so far: {self.size(round_up(self.floor_bytes, binary=self.binary))}."

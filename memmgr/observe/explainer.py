@@ -1,4 +1,4 @@
-"""Collects the text of the pager's BudgetError: torch's own words, the holders of the memory, the floor."""
+"""Collects the facts for a BudgetError: torch's words, the holders of the memory, the floor. error_text.py writes its text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .error_text import (
     Ahead,
     Exports,
     FailedOp,
-    Holdings,
+    HeldBytes,
     Spent,
     failed_tier,
     is_full,
@@ -114,7 +114,7 @@ class Explainer:
         """This thread found no room; `text` is the allocator's."""
         self._native.note_refused()
         census = Census(self._native)
-        held = self._holdings(census)
+        held = self._held_bytes(census)
         op = FailedOp(**self._native.failed_op())
         error = self._error(torchs_own_words(text), held, census, failed=failed_tier(text), op=op)
         if self._detail():
@@ -143,12 +143,12 @@ class Explainer:
         """The error for resident memory that does not fit when the budget opens, and cannot leave."""
         census = Census(self._native)
         words = out_of_memory_words(self._asked.device)
-        return self._error(words, self._holdings(census), census, there_bytes=there_bytes)
+        return self._error(words, self._held_bytes(census), census, there_bytes=there_bytes)
 
     def _error(
         self,
         first: str,
-        held: Holdings,
+        held: HeldBytes,
         census: Census,
         failed: tuple[str, str] | None = None,
         there_bytes: int = 0,
@@ -190,14 +190,14 @@ class Explainer:
             left = (loop.left + 1) * max(1, round(count / loop.done) if loop.done else 1)
         return Exports(count, now["exported_bytes"], by, left) if by else Exports()
 
-    def _hidden_bytes(self, held: Holdings) -> int:
+    def _hidden_bytes(self, held: HeldBytes) -> int:
         """Bytes of the device's allocator that no tensor has: cuBLAS takes 32 MiB and more for each stream."""
         if self._asked.device.type == "cpu":
             return 0
         hidden = self._native.resident() - sum(held.kinds.values())
         return hidden if hidden > HIDDEN_BYTES else 0
 
-    def _ahead(self, held: Holdings, now: dict[str, int], census: Census, *, below: bool) -> Callable[[], Ahead]:
+    def _ahead(self, held: HeldBytes, now: dict[str, int], census: Census, *, below: bool) -> Callable[[], Ahead]:
         """Estimates the rest by where this thread is: a forward is rehearsed, a backward follows its forward, an update is last.
 
         Args:
@@ -234,7 +234,7 @@ class Explainer:
 
         return ahead
 
-    def _without_rehearsal(self, held: Holdings, now: dict[str, int], census: Census, moved: int) -> Ahead:
+    def _without_rehearsal(self, held: HeldBytes, now: dict[str, int], census: Census, moved: int) -> Ahead:
         passes = self._passes
         if not passes.count or not held.step_bytes:  # without an optimizer no two passes need be alike
             return Ahead(int(LOSS * now["floor_bytes"]))
@@ -248,10 +248,10 @@ class Explainer:
             )
         return Ahead(0, now["floor_bytes"] + moved + coming)
 
-    def _holdings(self, native: Census) -> Holdings:
+    def _held_bytes(self, native: Census) -> HeldBytes:
         device = self._asked.device
         kinds, modules = holders(native, device, rest=self._native.resident_cells())
-        return Holdings(
+        return HeldBytes(
             kinds,
             modules,
             missing_states(native, device),

@@ -1,6 +1,6 @@
 """The one table of the figures of `memmgr.stats()`. The dict, Prometheus' metrics and the API reference are made of it.
 
-A new counter of the pager is a line here, and a counter in C++ with the same name.
+A new counter of the pager is a line here, and a counter in C++. `source` has its name there where it is another one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure("unmanaged_peak_bytes", "gauge", "the most that it would have held without memmgr"),
     Figure("floor_bytes", "gauge", "the smallest budget that the run could have had so far"),
-    Figure("held_bytes.peak", "gauge", "the most that could not leave"),
+    Figure(
+        "held_bytes.peak",
+        "gauge",
+        "the most bytes that could not be evicted: small tensors, and those whose address was handed out; pins do not count",
+    ),
     Figure(
         "outside_bytes",
         "gauge",

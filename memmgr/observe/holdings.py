@@ -16,7 +16,7 @@ from .memory_inventory import loader_kinds
 from .qualified_names import Named, by_storage
 from .roles import OWNERS
 from .source_lines import SourceLine
-from .variables import by_variable
+from .variable_names import by_variable
 
 KINDS = {
     Purpose.PARAMETERS: "parameter",
@@ -124,8 +124,8 @@ class Explanation:
         return "\n".join(lines)
 
 
-class Holdings:
-    """Makes explanations of one budget.
+class HolderTables:
+    """Makes the tables of holders (`Explanation`) of one budget.
 
     Args:
         native: the pager.

@@ -49,7 +49,7 @@ class Leak:
     module: int = 0
 
     def text(self, *, binary: bool = False, module: str | None = None) -> str:
-        """One sentence, without its full stop."""
+        """One sentence, without its full stop. It calls a pass a step, as users do."""
         size = functools.partial(show_size, binary=binary)
         where = f"from {self.line}" if self.line else "from a line that is not known"
         made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")

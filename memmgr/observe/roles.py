@@ -18,7 +18,7 @@ from memmgr.common.constants import Purpose
 from memmgr.common.threads import Rationed
 
 from .memory_inventory import model_states, size_of
-from .states import STATES
+from .states import STATE_PURPOSES
 
 if TYPE_CHECKING:
     from memmgr.native._pager import Pager
@@ -125,7 +125,9 @@ class Purposes:
         """Bytes, in memory or in the tier, without a known owner, and of all."""
         now = self._native.stats()
         held = now["resident_bytes.current"] + now["offloaded_now_bytes"]
-        return held - sum(now[f"{name}.{kind}"] for name in ("resident_bytes", "below_bytes") for kind in STATES), held
+        return held - sum(
+            now[f"{name}.{kind}"] for name in ("resident_bytes", "below_bytes") for kind in STATE_PURPOSES
+        ), held
 
 
 def parameters_of(owners: Iterable[Any]) -> list[torch.Tensor]:

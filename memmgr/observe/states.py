@@ -12,8 +12,8 @@ from typing import Any
 from memmgr.common.constants import Purpose
 from memmgr.config.sizes import show_size
 
-STATES = tuple(purpose.name.lower() for purpose in Purpose if purpose)
-KINDS = (*STATES, "other")
+STATE_PURPOSES = tuple(purpose.name.lower() for purpose in Purpose if purpose)
+KINDS = (*STATE_PURPOSES, "other")
 """The kinds of figures (`moved_bytes.parameters`); `other` is memory without a model or optimizer: activations, mostly.
 """
 
@@ -56,12 +56,12 @@ class Flows:
     @property
     def states_moved_bytes(self) -> float:
         """The model states' part of it."""
-        return sum(flow.moved_bytes for flow in self.each if flow.kind in STATES)
+        return sum(flow.moved_bytes for flow in self.each if flow.kind in STATE_PURPOSES)
 
     @property
     def states_below_bytes(self) -> int:
         """Bytes of model states that are offloaded now."""
-        return sum(flow.below_bytes for flow in self.each if flow.kind in STATES)
+        return sum(flow.below_bytes for flow in self.each if flow.kind in STATE_PURPOSES)
 
 
 def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> Flows | None:

@@ -11,7 +11,7 @@ from .figures import FIGURES
 from .holdings import Explanation
 from .passes import Passes
 from .roles import Purposes
-from .states import STATES
+from .states import STATE_PURPOSES
 from .summary import fragmentation
 
 if TYPE_CHECKING:
@@ -67,15 +67,15 @@ class PagerFigures:
         self._last: dict[str, Any] | None = None
         self.device_type = asked.device.type
 
-    def held_bytes(self, now: dict[str, int]) -> int:
-        """Bytes that cannot be evicted: tensors smaller than a cell, and escaped ones."""
+    def unevictable_bytes(self, now: dict[str, int]) -> int:
+        """Bytes that can never be evicted: tensors smaller than a cell, and escaped ones. Pins do not count, since they end."""
         return max(0, now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"])
 
     def stats(self) -> dict[str, Any]:
         """The flat dict that `memmgr.stats()` returns."""
         now, arena, tier = self._native.stats(), self._native.arena_stats(), self._native.tier_stats()
         passes = self._passes
-        self._held_peak = max(self._held_peak, self.held_bytes(now))
+        self._held_peak = max(self._held_peak, self.unevictable_bytes(now))
         counters = {"pager": now, "arena": arena, "tier": tier}
         return {
             **{figure.name: figure.read(counters) for figure in FIGURES if figure.source},
@@ -113,7 +113,9 @@ class PagerFigures:
             "moved_bytes": now["offload_bytes"] + now["reload_bytes"],
         }
         # The figures are read one after the other, and other threads move bytes in between.
-        return {f"{n}.other": max(0, size - sum(now[f"{n}.{kind}"] for kind in STATES)) for n, size in whole.items()}
+        return {
+            f"{n}.other": max(0, size - sum(now[f"{n}.{kind}"] for kind in STATE_PURPOSES)) for n, size in whole.items()
+        }
 
     def look(self) -> None:
         """Finds the owners of tensors, at a reader's request."""

@@ -65,7 +65,7 @@ def _slower(s: dict[str, Any]) -> str:
     return "" if factor is None else f"at least {factor:.2f}x of an unlimited run: "
 
 
-def figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, str]]:
+def main_figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, str]]:
     """The main figures of a run, each with its name.
 
     Args:

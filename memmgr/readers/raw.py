@@ -232,16 +232,16 @@ class RawReaders:
     def _triton(self, module: Any) -> None:
         function = getattr(module, "JITFunction", None)
         if function is not None:
-            self._patches.wrap(function, "run", functools.partial(self._launch))
+            self._patches.wrap(function, "run", functools.partial(self._triton_launch))
 
-    def _launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # A kernel may write to any of its arguments.
+    def _triton_launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # Nothing says which arguments a Triton kernel writes, so it may write to any of them.
         return self._pointer_in_scope(self.scoped(original, writes=True))
 
     def _inductor(self, module: Any) -> None:
-        self._patches.wrap(module.CompiledFxGraph, "__call__", self._compiled)
+        self._patches.wrap(module.CompiledFxGraph, "__call__", self._unpaged_graph)
 
-    def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _unpaged_graph(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled graph that is not paged reads its inputs, its constants and its own buffers by address."""
         pager, paged = self._pager, self._graphs.paged
 
@@ -249,6 +249,7 @@ class RawReaders:
         def call(graph: Any, inputs: Any) -> Any:
             if paged(graph):
                 return original(graph, inputs)
+            # Torch names the inputs that the graph writes.
             written = [inputs[i] for i in getattr(graph, "mutated_input_idxs", None) or () if i < len(inputs)]
             constants = getattr(graph, "constants", None) or {}
             writes = pager.pin(storages(written), written=True)

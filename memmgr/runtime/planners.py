@@ -10,7 +10,7 @@ from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.coop import coop
 from memmgr.policies.published.delta import delta_taco
-from memmgr.policies.published.states import STATES
+from memmgr.policies.published.states import MODEL_STATE_SYSTEMS
 from memmgr.policies.published.swapping import vdnn_all, vdnn_conv
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
@@ -92,7 +92,7 @@ PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
         "coop": _published(coop),
         "vdnn_all": _published(vdnn_all),
         "vdnn_conv": _published(vdnn_conv),
-        **{name: _published(system) for name, system in STATES.items()},
+        **{name: _published(system) for name, system in MODEL_STATE_SYSTEMS.items()},
     }
 )
 """The published ones run with the feedback and the fallback of their papers, both in the simulator. Live, the whole

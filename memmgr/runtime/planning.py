@@ -20,7 +20,7 @@ from .timeline import Noted, PackedRows, rows
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     """A period to plan.
 
     Attributes:
@@ -61,7 +61,7 @@ class Made:
     moved_bytes: int
 
 
-def make(job: Job) -> Made | None:
+def make(job: PlanJob) -> Made | None:
     """The plan; None: no schedule fits.
 
     Raises:

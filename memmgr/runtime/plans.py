@@ -26,7 +26,7 @@ from . import planner_process
 from .left import UNNAMED, LeftPlans, ModuleNames
 from .planner_process import Executor, Failed
 from .planners import PLANNERS, QUICK
-from .planning import Job, KneeJob, Made, find_knee, make
+from .planning import KneeJob, Made, PlanJob, find_knee, make
 from .timeline import Measured, Noted, measured, seconds_of
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class Plans:
         made: Made | None = None
         try:
             limits = tuple(budgets(self.limit_bytes - known.lacked_bytes, known.margin))
-            job = Job(known.period, limits, self._planner, self._policy.recomputes, quick)
+            job = PlanJob(known.period, limits, self._planner, self._policy.recomputes, quick)
             long = not quick and known.period.ops >= QUICK_OPS
             made, cpu_seconds = self._executor.run(make, job, behind=long)
             if made is not None and than is not None and than.overhead <= BETTER * made.overhead:

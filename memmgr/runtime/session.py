@@ -19,7 +19,7 @@ from memmgr.distributed.job import Job
 from memmgr.native import binding as native
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes
 from memmgr.observe.explainer import Explainer
-from memmgr.observe.holdings import Explanation, Holdings
+from memmgr.observe.holdings import Explanation, HolderTables
 from memmgr.observe.leaks import Leaks
 from memmgr.observe.memory_inventory import Stock, live_tensors, saved_without_hooks
 from memmgr.observe.passes import Pass, Passes
@@ -105,7 +105,9 @@ class PagerRuntime:
         self._lines = TakenLines(self.native, always=config.lines)
         self._leaks = Leaks(self.native)
         self._look_for_leaks = Rationed(0.002, self._leaks.look)
-        self._holdings = Holdings(self.native, self.telemetry.modules.name, self._lines.lines, lambda: self.passes.line)
+        self._holder_tables = HolderTables(
+            self.native, self.telemetry.modules.name, self._lines.lines, lambda: self.passes.line
+        )
         self._stock: Stock | None = None
         self._open = False
         self._no_plan = ""  # why there is no plan
@@ -135,6 +137,8 @@ class PagerRuntime:
             BudgetError: tensors that cannot be evicted exceed the limit.
             OSError: the log cannot be written, or the tier cannot be opened.
         """
+        # A new step has an undo in `close`. After a failure `close` runs every undo, also of steps that were not reached, so an
+        # undo does nothing without its step. Undos run from the last line of `close` to the first.
         config, pager = self.config, self.native
         if is_capturing(config.device):
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
@@ -344,7 +348,7 @@ class PagerRuntime:
 
     def _holders(self, top: int) -> Explanation:
         now = self.native.stats()
-        return self._holdings.explain(
+        return self._holder_tables.explain(
             self._leaks.found(self._lines.lines),
             small_bytes=max(0, now["resident_bytes.current"] - now["resident_cell_bytes"]),
             top=top,

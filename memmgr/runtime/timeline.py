@@ -388,7 +388,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
     resident: set[int] = set()
     away: dict[
         int, tuple[str, int]
-    ] = {}  # whose departure is in which list and row: how it comes back says how it goes
+    ] = {}  # by evicted storage: the list and the row of its departure, whose method its restore decides
     done = 0  # ops of the program
     for s in sorted(below, key=lambda s: -first.get(s, n)):  # where room was not short, they are there all the same
         away[s] = "departures", len(found["departures"])

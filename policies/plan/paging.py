@@ -39,7 +39,8 @@ _STRETCHES = 16
 
 
 class _Pager(Cycle):
-    """The blocks of certain gaps leave. The link is never idle while one of them has to be written, or fits when it is read.
+    """Plays a pass in which the blocks of certain gaps are evicted. The link is busy as long as one of them has to be written,
+    or as an absent one fits.
 
     Attributes:
         gaps: see `windows.chosen`.

@@ -1,4 +1,4 @@
-"""Published systems by name, for the simulator."""
+"""Published systems by name, for the simulator. `memmgr.runtime.planners` has those that also run live."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .delta import delta_online, delta_taco
 from .pofo import pofo
 from .rockmate import rockmate
 from .rotor import rotor
-from .states import STATES
+from .states import MODEL_STATE_SYSTEMS
 from .superneurons import superneurons
 from .swapping import flashneuron, swapadvisor, vdnn_all, vdnn_conv
 from .tcontrol import tcontrol
@@ -63,11 +63,13 @@ OFFLOADING: MappingProxyType[str, System] = MappingProxyType(
 )
 """Need a tier below."""
 
-SYSTEMS: MappingProxyType[str, System] = MappingProxyType({**EITHER, **RECOMPUTING, **OFFLOADING, **STATES})
+PUBLISHED: MappingProxyType[str, System] = MappingProxyType(
+    {**EITHER, **RECOMPUTING, **OFFLOADING, **MODEL_STATE_SYSTEMS}
+)
 
 
 def applicable(trace: Trace, tier: TierLink | None) -> list[str]:
     """The names of those that have something to do here: model states move in a cycle with a tier alone."""
     if tier is None:
         return [*EITHER, *RECOMPUTING]
-    return [*EITHER, *OFFLOADING, *(STATES if trace.cycle else ())]
+    return [*EITHER, *OFFLOADING, *(MODEL_STATE_SYSTEMS if trace.cycle else ())]

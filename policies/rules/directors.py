@@ -68,8 +68,10 @@ class Auto:
         bias: the transfer's seconds count this many times: 1 believes the model; more leans to recomputing, inf only
             ever recomputes (where there is a recipe), 0 only ever offloads.
 
-    Known limitations: an eviction moves later uses back and raises its children's chains, neither is seen before the
-    next ranking; reads and writes do not slow each other down; a read can use all room from `seconds_until_reads` on.
+    Known limitations: acts in the simulator, and live only for a filter that malloc has not built in (`runtime/ranking.py`);
+    with a built-in one malloc takes the cheaper way, without queues. An eviction moves later uses back and raises its
+    children's chains, neither is seen before the next ranking; reads and writes do not slow each other down; a read can use
+    all room from `seconds_until_reads` on.
     """
 
     bias: float = 1.0

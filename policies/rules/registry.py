@@ -39,7 +39,9 @@ class Policy:
     offloads: bool = True
 
 
-def _policy(name: str, filter_: str, director: str, prefetch: str | Prefetcher, planner: str = "") -> Policy:
+def _policy(
+    name: str, filter_: str, director: str, prefetch: str | Prefetcher, planner: str = "", *, recomputes: bool
+) -> Policy:
     """The policy of these parts. A planner other than ours chooses the eviction method itself; the director does not
     count for it.
     """
@@ -49,7 +51,7 @@ def _policy(name: str, filter_: str, director: str, prefetch: str | Prefetcher, 
         DIRECTORS[director],
         PREFETCHERS[prefetch] if isinstance(prefetch, str) else prefetch,
         planner=planner,
-        recomputes=director != "offload" or planner not in ("", "plan", *STREAMING, *SWAPPING),
+        recomputes=recomputes,
         offloads=director != "evict",
     )
 
@@ -64,14 +66,14 @@ _KEEP = Policy("keep", FILTERS["lru"], keep, off, recomputes=False, offloads=Fal
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
     {
-        "auto": _policy("auto", "price", "auto", "bandwidth", "plan"),
-        "evict": _policy("evict", "dtr_eq", "evict", "off", "plan"),
-        "offload": _policy("offload", "lru", "offload", "bandwidth", "plan"),
-        "delta": _policy("delta", "delta", "delta", "bandwidth"),
-        "capuchin": _policy("capuchin", "lru", "offload", "off", "capuchin"),
-        "delta_taco": _policy("delta_taco", "delta", "delta", "fifo", "delta_taco"),
-        "coop": _policy("coop", "dtr_eq", "evict", "off", "coop"),
-        **{name: _policy(name, "lru", "offload", "off", name) for name in (*STREAMING, *SWAPPING)},
+        "auto": _policy("auto", "price", "auto", "bandwidth", "plan", recomputes=True),
+        "evict": _policy("evict", "dtr_eq", "evict", "off", "plan", recomputes=True),
+        "offload": _policy("offload", "lru", "offload", "bandwidth", "plan", recomputes=False),
+        "delta": _policy("delta", "delta", "delta", "bandwidth", recomputes=True),
+        "capuchin": _policy("capuchin", "lru", "offload", "off", "capuchin", recomputes=True),
+        "delta_taco": _policy("delta_taco", "delta", "delta", "fifo", "delta_taco", recomputes=True),
+        "coop": _policy("coop", "dtr_eq", "evict", "off", "coop", recomputes=True),
+        **{name: _policy(name, "lru", "offload", "off", name, recomputes=False) for name in (*STREAMING, *SWAPPING)},
         "keep": _KEEP,
         "nothing": _KEEP,
         "torture": Policy("torture", FILTERS["lru"], Alternate(), off, torture=True),
@@ -125,7 +127,7 @@ def parse_policy(text: str) -> Policy:
     prefetcher = _prefetcher(prefetch)
     if prefetcher is None:
         raise _unknown(text)
-    return _policy(tidy, filter_, director, prefetcher)
+    return _policy(tidy, filter_, director, prefetcher, recomputes=director != "offload")
 
 
 def _pairs(tidy: str) -> dict[str, str] | None:

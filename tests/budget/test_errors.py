@@ -22,7 +22,7 @@ import memmgr
 from memmgr.config.sizes import show_size
 from memmgr.native import binding
 from memmgr.observe import rehearsal
-from memmgr.observe.error_text import Holdings, Spent, failed_tier, torchs_own_words
+from memmgr.observe.error_text import NAMED_KINDS, NAMED_MODULES, HeldBytes, Spent, failed_tier, torchs_own_words
 
 from .in_backward import in_backward
 from .there import bytes_already_there
@@ -323,9 +323,8 @@ def test_a_full_disk_asks_for_more_disk(tmp_path: Path) -> None:
 
 def test_what_the_allocator_adds_is_taken_off_and_torchs_own_is_not() -> None:
     ours = (
-        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. memmgr: the budget of 3.0 MiB is spent: 2.0 "
-        "MiB resident, of which nothing more can be let go. Smallest budget that would have worked so far: 3.1 MiB (1 bytes). "
-        "The disk tier failed: No space left on device."
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. memmgr: the budget of 3145728 bytes is spent: "
+        "2097152 bytes are in use and nothing more can leave. The disk tier failed: No space left on device."
     )
     assert torchs_own_words(ours) == ours.partition(" memmgr")[0]
     assert failed_tier(ours) == ("disk", "No space left on device")
@@ -336,8 +335,17 @@ def test_what_the_allocator_adds_is_taken_off_and_torchs_own_is_not() -> None:
     assert torchs_own_words(plain) == plain.partition("\n")[0]
 
 
+def test_four_kinds_and_two_modules_are_named() -> None:
+    kinds = {f"kind {i}": (9 - i) * MB for i in range(6)}
+    held = HeldBytes(kinds, [(f"Module{i}", (9 - i) * MB) for i in range(4)], 0)
+    text = str(Spent("Words.", held, budget_bytes=MB, so_far_bytes=MB).error())
+    assert (NAMED_KINDS, NAMED_MODULES) == (4, 2)  # as the page of errors says
+    assert [i for i in range(6) if f"kind {i} " in text] == [0, 1, 2, 3] and "2 other kinds 9 MB" in text, text
+    assert "(largest modules: Module0 9 MB, Module1 8 MB)" in text, text
+
+
 def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:
-    held = Holdings({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
+    held = HeldBytes({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
     spent = Spent("Words.", held, budget_bytes=6 * MB, so_far_bytes=7 * MB, failed=("disk", "Input/output error"))
     error = spent.error()
     assert "The disk tier failed: Input/output error." in str(error) and error.tier_bytes == 0

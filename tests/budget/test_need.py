@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr.integrations._session import Session
+from memmgr.integrations._callback_budget import CallbackBudget
 from memmgr.policies.plan.knee import Knee, knee
 from memmgr.runtime import planner_process, sizing
 
@@ -205,7 +205,7 @@ def test_quiet_says_nothing_and_the_log_has_it(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_a_callback_takes_it() -> None:
-    session = Session("need*60%", {"quiet": True})
+    session = CallbackBudget("need*60%", {"quiet": True})
     session.open()
     Run()(5)
     session.close()

@@ -23,6 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memmgr
 from memmgr.native import binding
+from memmgr.readers.readers import Readers
+from memmgr.runtime.compiled import CompiledGraphs
+from memmgr.runtime.periods import Periods
+from memmgr.runtime.steps import SlicedSteps
+from memmgr.telemetry.publisher import Telemetry
 
 from .harness import Record, differences, global_state
 
@@ -207,7 +212,14 @@ def test_an_interrupt_of_a_reader_leaves_nothing(policy: str, share: float) -> N
     nothing_stays(training, before)
 
 
-PARTS = ("open", "look", "periods", "plans", "ranker", "steps", "graphs", "native", "readers", "job")
+OPENING = {
+    "open readers": (Readers, "install"),
+    "open graphs": (CompiledGraphs, "install"),
+    "open steps": (SlicedSteps, "install"),
+    "open telemetry": (Telemetry, "start"),
+    "open periods": (Periods, "begin"),
+}
+PARTS = ("open", *OPENING, "look", "periods", "plans", "ranker", "steps", "graphs", "native", "readers", "job")
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -234,6 +246,8 @@ def test_an_interrupt_that_comes_while_c_runs_leaves_no_budget_open(part: str, m
     def run() -> None:
         if part == "open":
             interrupt(binding.load(), "open")
+        elif part in OPENING:
+            interrupt(*OPENING[part])
         with mm:
             runtime = mm._runtime
             assert runtime is not None

@@ -84,7 +84,7 @@ def test_a_planner_that_is_killed_again_and_again_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, process: PlannerProcess
 ) -> None:
     monkeypatch.setattr(plans, "make", os.abort)
-    monkeypatch.setattr(plans, "Job", lambda *_: None)
+    monkeypatch.setattr(plans, "PlanJob", lambda *_: None)
     monkeypatch.setattr(PlannerProcess, "run", _with_no_arguments(PlannerProcess.run))
     limit = int(need(GPT) * 0.55)
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 import memmgr
 from memmgr.native import binding as native
 from memmgr.readers.patches import Patches
+from memmgr.readers.raw import RawReaders
 
 
 @pytest.fixture
@@ -66,6 +68,23 @@ def test_a_write_to_a_storage_counts(pager: native.Pager, name: str) -> None:
     _away(pager, x)
     assert torch.equal(y.detach(), _numbers())
     assert torch.equal(x.view(torch.int32), plain.view(torch.int32))
+    _nothing_is_pinned(pager)
+
+
+def test_a_compiled_graph_writes_only_the_inputs_that_torch_lists(pager: native.Pager) -> None:
+    """The graph is not paged. A write voids the copy in the tier."""
+    read, written, constant = tensors = [_away(pager, _numbers() + 0) for _ in range(3)]
+    readers = RawReaders(pager, Patches(), SimpleNamespace(paged=lambda graph: False))  # type: ignore[arg-type]
+    graph = SimpleNamespace(mutated_input_idxs=[1, 5], constants={"constant": constant})
+    seen = []
+
+    def compiled(graph: Any, inputs: list[torch.Tensor]) -> str:
+        seen.extend(pager.describe(tensor) for tensor in tensors)
+        return "result"
+
+    assert readers._unpaged_graph(compiled)(graph, [read, written]) == "result"
+    assert all(cell and cell["residency"] == "resident" and cell["pins"] > 0 for cell in seen) and len(seen) == 3
+    assert [cell["clean"] for cell in map(pager.describe, tensors) if cell] == [True, False, True]
     _nothing_is_pinned(pager)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import memmgr
 from memmgr.native import binding
-from memmgr.observe.states import KINDS, STATES, flows
+from memmgr.observe.states import KINDS, STATE_PURPOSES, flows
 
 CHILD = Path(__file__).parent / "states_child.py"
 
@@ -55,14 +55,14 @@ def test_what_moves_is_the_states(tight: dict[str, Any]) -> None:
     found = flows(tight["stats"])
     assert found is not None
     moved = {flow.kind: flow.moved_bytes for flow in found.each}
-    assert all(moved[kind] > 0.1 * tight["parameters"] for kind in STATES), moved
+    assert all(moved[kind] > 0.1 * tight["parameters"] for kind in STATE_PURPOSES), moved
     assert moved["other"] < 0.1 * found.moved_bytes, moved
     assert found.link_bytes > 0
 
 
 def test_no_sum_of_states_falls(tight: dict[str, Any]) -> None:
     for before, after in zip(tight["readings"], tight["readings"][1:], strict=False):
-        assert all(after[f"moved_bytes.{kind}"] >= before[f"moved_bytes.{kind}"] for kind in STATES)
+        assert all(after[f"moved_bytes.{kind}"] >= before[f"moved_bytes.{kind}"] for kind in STATE_PURPOSES)
 
 
 def test_the_summary_says_the_slowdown_and_what_moved(tight: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from memmgr.policies.published.coop import cheapest_window
 from memmgr.policies.published.graph import graph_of
 from memmgr.policies.published.milp import LIMIT_SECONDS
 from memmgr.policies.published.runs import completed
-from memmgr.policies.published.systems import RECOMPUTING, SYSTEMS, applicable
+from memmgr.policies.published.systems import PUBLISHED, RECOMPUTING, applicable
 from memmgr.policies.published.tcontrol import betweenness
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import simulate
@@ -56,7 +56,7 @@ def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
     judged = 0
     for ratio in (1.0, 0.9, 0.7, 0.5):
         budget = int(trace.unmanaged_peak[0] * ratio)
-        result = SYSTEMS[name](trace, budget, None)
+        result = PUBLISHED[name](trace, budget, None)
         assert result.feasible or result.why
         if result.feasible:
             judged += 1
@@ -73,7 +73,7 @@ def test_a_measured_pass_has_a_schedule_too(name: str, gradients: bool) -> None:
     """The program holds tensors itself, ops of backward run once, and an overwritten block is gone."""
     trace = layers(8 if name in PROGRAMS else 16, gradients)
     budget = int(trace.unmanaged_peak[0] * 0.7)
-    result = SYSTEMS[name](trace, budget, None)
+    result = PUBLISHED[name](trace, budget, None)
     assert result.feasible, result.why
     cost = replay(trace, result.steps, budget)
     assert cost.valid and (cost.peak_bytes, cost.seconds) == (result.peak_bytes, pytest.approx(result.seconds))
@@ -115,18 +115,18 @@ def test_sqrt_n_takes_a_root_of_the_memory_and_less_than_one_more_forward() -> N
     """Chen 2016, section 4.2: O(sqrt n) for one extra forward. 100 layers of 10 bytes: 10 segments, of which each but the last
     keeps one output and makes nine again."""
     trace = chain(100)
-    made = SYSTEMS["sqrt_n"](trace, trace.unmanaged_peak[0], None)
+    made = PUBLISHED["sqrt_n"](trace, trace.unmanaged_peak[0], None)
     recomputed = [s for s in made.steps if s.do is Do.RECOMPUTE]
     assert len(recomputed) == 9 * 9 and made.seconds == trace.seconds + 81
     assert made.peak_bytes <= 1 + 10 * (9 + 10 + 1) + 2
-    small = SYSTEMS["sqrt_n"](trace, made.peak_bytes - 1, None)
+    small = PUBLISHED["sqrt_n"](trace, made.peak_bytes - 1, None)
     assert not small.feasible and small.least_bytes == made.peak_bytes
 
 
 def test_chen_greedy_pays_for_the_memory_that_is_missing() -> None:
     """Algorithm 3: a larger b is a longer segment; with room for all nothing runs again."""
     trace = chain(64)
-    found = [SYSTEMS["chen_greedy"](trace, int(trace.unmanaged_peak[0] * r), None) for r in (1.0, 0.6, 0.4)]
+    found = [PUBLISHED["chen_greedy"](trace, int(trace.unmanaged_peak[0] * r), None) for r in (1.0, 0.6, 0.4)]
     assert found[0].overhead == 1 < found[1].overhead <= found[2].overhead < 1.5
     assert all(run.feasible for run in found)
 
@@ -187,7 +187,9 @@ def test_what_is_locked_stays_while_the_rest_is_enough() -> None:
     budget = trace.unmanaged_peak[0] // 2
     gone = {}
     for name in ("tcontrol", "dtr"):
-        made = SYSTEMS[name](trace, budget, None) if name in SYSTEMS else simulate(trace, budget, parse_policy(name))
+        made = (
+            PUBLISHED[name](trace, budget, None) if name in PUBLISHED else simulate(trace, budget, parse_policy(name))
+        )
         assert made.feasible
         gone[name] = {s.target for s in made.steps[: made.steps.index(Step(Do.COMPUTE, 31))] if s.do is Do.FREE}
     assert not gone["tcontrol"] & {15, 16} and gone["dtr"] & {15, 16}

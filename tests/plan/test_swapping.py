@@ -15,7 +15,7 @@ from memmgr.policies.published.milp import LIMIT_SECONDS
 from memmgr.policies.published.runs import completed
 from memmgr.policies.published.runs import judged as outcome
 from memmgr.policies.published.superneurons import recomputed
-from memmgr.policies.published.systems import OFFLOADING, SYSTEMS, applicable
+from memmgr.policies.published.systems import OFFLOADING, PUBLISHED, applicable
 from memmgr.policies.simulate.decided import Accesses
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace, TraceBuilder
@@ -59,13 +59,13 @@ def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
     assert name in applicable(trace, tier) and (name in applicable(trace, None)) == (name in EITHER)
     fits = 0
     for ratio in (1.0, 0.9, 0.7):
-        made = SYSTEMS[name](trace, int(trace.unmanaged_peak[0] * ratio), tier)
+        made = PUBLISHED[name](trace, int(trace.unmanaged_peak[0] * ratio), tier)
         assert made.feasible or made.why
         if made.feasible:
             fits += 1
             judged(trace, made, tier)
     assert fits
-    assert name in EITHER or "tier" in SYSTEMS[name](trace, 10**9, None).why
+    assert name in EITHER or "tier" in PUBLISHED[name](trace, 10**9, None).why
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -76,7 +76,7 @@ def test_a_measured_pass_has_a_schedule_too(name: str, gradients: bool) -> None:
     """
     trace = layers(16, gradients)
     tier = TierLink("host", 40.0, 40.0)
-    made = SYSTEMS[name](trace, trace.unmanaged_peak[0], tier)
+    made = PUBLISHED[name](trace, trace.unmanaged_peak[0], tier)
     assert made.feasible, made.why
     judged(trace, made, tier)
 
@@ -116,10 +116,10 @@ def test_vdnn_takes_as_much_memory_as_a_few_layers(rate: float, seconds: float) 
     """
     tier = TierLink("host", rate, rate)
     for n in (10, 40):
-        made = SYSTEMS["vdnn_all"](chain(n), 10**6, tier)
+        made = PUBLISHED["vdnn_all"](chain(n), 10**6, tier)
         assert made.peak_bytes <= 1 + 3 * 10 + 2 + 1
         assert made.seconds == pytest.approx((2 * n + 1) * seconds, abs=4 * seconds)
-    assert not [s for s in SYSTEMS["vdnn_conv"](chain(10), 10**6, tier).steps if s.do is Do.OFFLOAD], "no convolution"
+    assert not [s for s in PUBLISHED["vdnn_conv"](chain(10), 10**6, tier).steps if s.do is Do.OFFLOAD], "no convolution"
 
 
 # ---- FlashNeuron
@@ -128,9 +128,9 @@ def test_vdnn_takes_as_much_memory_as_a_few_layers(rate: float, seconds: float) 
 def test_flashneuron_offloads_in_order_and_no_longer_than_forward_takes() -> None:
     """20 layers of a second; a copy takes two: ten of them are offloaded at most, the first ones."""
     trace, tier = chain(20), TierLink("host", 5.0, 1000.0)
-    made = SYSTEMS["flashneuron"](trace, 170, tier)
+    made = PUBLISHED["flashneuron"](trace, 170, tier)
     assert made.feasible and [s.target for s in made.steps if s.do is Do.OFFLOAD] == [1, 2, 3, 4]
-    refused = SYSTEMS["flashneuron"](trace, 50, tier)
+    refused = PUBLISHED["flashneuron"](trace, 50, tier)
     assert not refused.feasible and 100 < refused.least_bytes <= 130
 
 
@@ -142,7 +142,7 @@ def test_swapadvisor_is_beladys_choice() -> None:
     are evicted.
     """
     trace, tier = chain(20), TierLink("host", 1000.0, 1000.0)
-    made = SYSTEMS["swapadvisor"](trace, 1 + 12 * 10 + 2, tier)
+    made = PUBLISHED["swapadvisor"](trace, 1 + 12 * 10 + 2, tier)
     gone = [s.target for s in made.steps if s.do is Do.OFFLOAD]
     assert made.feasible and gone == list(range(1, 9))
     assert [s.target for s in made.steps if s.do is Do.RELOAD] == list(range(8, 0, -1))
@@ -171,7 +171,7 @@ def test_autotm_is_near_the_best_of_all_choices(rate: float, room: int) -> None:
     every = around_shortage(every, accesses.used_bytes, budget)
     subsets = joined.from_iterable(combinations(every, n) for n in range(len(every) + 1))
     tried = [outcome("", trace, budget, tier, with_copies(trace, events, list(swaps), tier)) for swaps in subsets]
-    made = SYSTEMS["autotm"](trace, budget, tier)
+    made = PUBLISHED["autotm"](trace, budget, tier)
     best = min(run.seconds for run in tried if run.feasible)
     assert made.feasible and best * (1 - 1e-9) <= made.seconds <= best * (1.0 + 1e-9 if rate < 10 else 1.25 + 1e-9)
 
@@ -194,15 +194,15 @@ def convolutions(n: int) -> Trace:
 def test_superneurons_makes_what_is_cheap_again_and_offloads_the_rest() -> None:
     """Without a tier convolutions stay, a third of all; with one the peak does not grow with the depth."""
     trace = convolutions(12)
-    made = SYSTEMS["superneurons"](trace, trace.unmanaged_peak[0] * 55 // 100, None)
+    made = PUBLISHED["superneurons"](trace, trace.unmanaged_peak[0] * 55 // 100, None)
     assert {trace.ops[s.target].name for s in made.steps if s.do is Do.RECOMPUTE} == {"norm", "relu"}
     tier = TierLink("host", 10.0, 10.0)
     least = []
     for n in (12, 24):
-        small = SYSTEMS["superneurons"](convolutions(n), 1, tier)
+        small = PUBLISHED["superneurons"](convolutions(n), 1, tier)
         assert not small.feasible
         least.append(small.least_bytes)
-        run = SYSTEMS["superneurons"](convolutions(n), small.least_bytes, tier)
+        run = PUBLISHED["superneurons"](convolutions(n), small.least_bytes, tier)
         assert run.feasible and run.overhead < 1.2
     assert least[0] == least[1] < trace.unmanaged_peak[0] // 3
 
@@ -250,12 +250,12 @@ def test_tsplit_takes_the_least_time_for_each_byte() -> None:
     trace = three_ways()
     full = trace.unmanaged_peak[0]
     for fewer, made_again in ((1, ["cheap"]), (11, ["cheap", "middle"])):
-        made = SYSTEMS["tsplit"](trace, full - fewer, None)
+        made = PUBLISHED["tsplit"](trace, full - fewer, None)
         assert (
             made.feasible and sorted(trace.ops[s.target].name for s in made.steps if s.do is Do.RECOMPUTE) == made_again
         )
     tier = TierLink("host", 10.0, 10.0)  # a second each way, with two beside it: one copy hides, and then another
-    made = SYSTEMS["tsplit"](trace, full - 1, tier)
+    made = PUBLISHED["tsplit"](trace, full - 1, tier)
     assert made.overhead == 1 and sum(s.do is Do.OFFLOAD for s in made.steps) == 1
-    slow = SYSTEMS["tsplit"](trace, full - 1, TierLink("host", 1.0, 1.0))
+    slow = PUBLISHED["tsplit"](trace, full - 1, TierLink("host", 1.0, 1.0))
     assert [trace.ops[s.target].name for s in slow.steps if s.do is Do.RECOMPUTE] == ["cheap"]

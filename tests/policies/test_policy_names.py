@@ -23,6 +23,7 @@ from memmgr.policies import (
     rank,
 )
 from memmgr.policies.rules.prefetchers import Bandwidth, Fifo
+from memmgr.policies.rules.registry import STREAMING, SWAPPING
 
 LINK = Link(1e9, 1e9)
 
@@ -110,6 +111,12 @@ def test_every_combination_has_a_name() -> None:
                     )
                     assert not policy.torture
             assert parse_policy(f"{f}+{d}").director is DIRECTORS[d]
+
+
+def test_policies_that_never_recompute() -> None:
+    never = {name for name, policy in POLICIES.items() if not policy.recomputes}
+    assert never == {"offload", "keep", "nothing", *STREAMING, *SWAPPING}
+    assert not parse_policy("lru+offload").recomputes and parse_policy("lru+auto").recomputes
 
 
 def test_names_alone() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES
-from memmgr.policies.published.systems import SYSTEMS
+from memmgr.policies.published.systems import PUBLISHED
 from memmgr.tools import cli
 from memmgr.tools.common import policy_option
 
@@ -93,7 +93,12 @@ def test_policy_help_names_all_policies(verb: str, capsys: pytest.CaptureFixture
         cli.main([verb, "--policy", "help"])
     shown = capsys.readouterr().out
     assert end.value.code == 0
-    assert set(re.findall(r"\w+", shown)) >= {*POLICIES, *FILTERS, *DIRECTORS, *(SYSTEMS if verb == "simulate" else ())}
+    assert set(re.findall(r"\w+", shown)) >= {
+        *POLICIES,
+        *FILTERS,
+        *DIRECTORS,
+        *(PUBLISHED if verb == "simulate" else ()),
+    }
     described = {line.split()[0] for line in policy_option.listing().splitlines() if re.match(r"  \w+ +\w", line)}
     assert described >= {*POLICIES} - {"nothing"}
 

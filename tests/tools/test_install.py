@@ -202,7 +202,14 @@ def test_every_pip_line_names_an_extra_that_there_is() -> None:
                 assert {one or other for one, other in named} <= extras, path
 
 
-@pytest.mark.parametrize("release", ["2.10.1", "2.16.0+cu132", "3.0.0a0+git"])
+(_MAJOR, _LOW), (_, _HIGH) = torch_versions.OLDEST, torch_versions.NEWEST
+RANGE = f"{_MAJOR}.{_LOW} to {_MAJOR}.{_HIGH}"
+WANTED = f">={_MAJOR}.{_LOW},<{_MAJOR}.{_HIGH + 1}"
+
+
+@pytest.mark.parametrize(
+    "release", [f"{_MAJOR}.{_LOW - 1}.1", f"{_MAJOR}.{_HIGH + 1}.0+cu132", f"{_MAJOR + 1}.0.0a0+git"]
+)
 def test_a_torch_that_it_is_not_made_for_is_one_sentence(release: str, tmp_path: Path) -> None:
     """`pip install torch` may install a newer release than the pager knows."""
     code = f"""
@@ -216,19 +223,34 @@ except RuntimeError as error:
     environment = {**os.environ, "MEMMGR_CACHE": str(tmp_path)}
     done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout == (
-        f"memmgr: this version is made for torch 2.11 to 2.15, not for {release}: pip install 'torch>=2.11,<2.16'\n"
+        f"memmgr: this version is made for torch {RANGE}, not for {release}: pip install 'torch{WANTED}'\n"
     ), done.stderr
 
 
 def test_the_releases_of_torch_are_those_that_pip_installs() -> None:
+    assert torch_versions.OLDEST[0] == torch_versions.NEWEST[0], "the range of minor releases has no end"
     with (ROOT / "pyproject.toml").open("rb") as file:
         (wanted,) = [one for one in tomllib.load(file)["project"]["dependencies"] if one.startswith("torch")]
-    (oldest, low), (newest, high) = torch_versions.OLDEST, torch_versions.NEWEST
-    assert wanted == f"torch>={oldest}.{low},<{newest}.{high + 1}" and f'"{wanted}"' in (ROOT / "Makefile").read_text()
-    assert (
-        torch_versions.unfit(torch.__version__) == ""
-        and f"torch {oldest}.{low} to {newest}.{high}" in (ROOT / "README.md").read_text()
-    )
+    assert wanted == f"torch{WANTED}"
+    assert f'"torch{WANTED}"' in (ROOT / "Makefile").read_text()
+    assert f"- pytorch {WANTED}\n" in (ROOT / "tools" / "house" / "conda" / "meta.yaml").read_text()
+    assert torch_versions.unfit(torch.__version__) == ""
+
+
+def test_pages_and_the_makefile_name_the_supported_releases_of_torch() -> None:
+    """Each range of releases of torch on a page is this one; the reports keep those of their day."""
+    named = {
+        path.relative_to(ROOT).as_posix(): re.findall(rf"\b{_MAJOR}\.\d\d to {_MAJOR}\.\d\d\b", path.read_text())
+        for path in (
+            ROOT / "Makefile",
+            ROOT / "README.md",
+            *(ROOT / "docs").glob("*.md"),
+            *(ROOT / "docs").glob("develop/*.md"),
+        )
+    }
+    assert {path: found for path, found in named.items() if set(found) - {RANGE}} == {}
+    pages = ("Makefile", "README.md", "docs/errors.md", "docs/quickstart.md", "docs/troubleshooting.md")
+    assert [page for page in pages if not named[page]] == []
 
 
 # ---- the cache of compiled libraries ---------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from memmgr.config import variables
+
 ROOT = Path(__file__).parents[2]
 FOR_A_CHECKOUT = {"house", "studies"}
 """Folders of tools/ that are not installed: their files are run by their paths."""
@@ -185,6 +187,18 @@ def test_the_pager_names_no_function_of_memmgr() -> None:
     """They are passed to it: a name in C++ would not be renamed with the function."""
     for source in sorted((ROOT / "allocator" / "pager").rglob("*.cpp")):
         assert not re.search(r'"memmgr\.[\w.]+", *"\w+"', source.read_text()), source
+
+
+def test_every_variable_that_the_code_reads_is_known_and_has_a_row() -> None:
+    files = [path for room in ("memmgr", "tools", "tests") for path in ROOT.glob(f"{room}/**/*.py")]
+    files += [path for suffix in ("cpp", "h") for path in ROOT.glob(f"allocator/**/*.{suffix}")]
+    done = "\n".join(path.read_text() for path in files)
+    read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\(|VARIABLE = )"(MEMMGR_[A-Z_]+)""", done))
+    assert "MEMMGR_CUDA_MEMORY" in read  # read through a name of ours
+    known = variables.VARIABLES | variables.OF_TESTS
+    assert read == known, read ^ known
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    assert set(re.findall(r"^\| `(MEMMGR_[A-Z_]+)` \|", page, re.MULTILINE)) == variables.VARIABLES
 
 
 def test_the_linter_knows_the_files_in_folders() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memmgr.config import machine, variables
+from memmgr.config import machine, torch_versions
 from memmgr.tools import cli
 from memmgr.tools.bench import disk_speed
 from memmgr.tools.verbs import doctor
@@ -137,7 +137,9 @@ def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.__version__", "3.0.0a0+git")
     found = _only(doctor._versions)["torch"]
     assert (
-        found.mark == "NO" and "torch 2.11 to 2.15, not for 3.0.0a0+git: pip install 'torch>=2.11,<2.16'" in found.text
+        found.mark == "NO"
+        and torch_versions.unfit("3.0.0a0+git") in found.text
+        and "not for 3.0.0a0+git: pip install" in found.text
     )
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert "AUTOLOAD=0" in _only(doctor._versions)["MEMMGR_BUDGET"].text
@@ -204,20 +206,6 @@ def test_a_misspelt_variable_and_telemetry(monkeypatch: pytest.MonkeyPatch, runt
     assert "not a folder of this user" in _only(doctor._environment)["telemetry"].text
     monkeypatch.setenv("MEMMGR_TELEMETRY", "0")
     assert "MEMMGR_TELEMETRY=0" in _only(doctor._environment)["telemetry"].text
-
-
-def test_every_variable_that_the_code_reads_is_known() -> None:
-    root = Path(__file__).parents[2]
-    files = [path for room in ("memmgr", "tools", "tests") for path in root.glob(f"{room}/**/*.py")]
-    files += root.glob("allocator/**/*.cpp")
-    done = "\n".join(path.read_text() for path in files)
-
-    read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\(|VARIABLE = )"(MEMMGR_[A-Z_]+)""", done))
-    assert "MEMMGR_CUDA_MEMORY" in read  # read through a name of ours
-    known = variables.VARIABLES | variables.OF_TESTS
-    assert read == known, read ^ known
-    page = (root / "docs" / "tuning.md").read_text()
-    assert set(re.findall(r"^\| `(MEMMGR_[A-Z_]+)` \|", page, re.MULTILINE)) == variables.VARIABLES
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_long_figures_fit_into_80_columns(binary: bool) -> None:
     watched.sample |= {"budget_bytes": budget, "resident_bytes": budget}
     watched.sample["total"] |= {"evicted_bytes": budget, "offload_bytes": budget, "unmanaged_peak_bytes": budget}
     watched.sample["total"] |= {"resident_bytes.peak": budget, "floor_bytes": budget}
-    for line in (text.figures(watched, 80, text.UNICODE), text.activity(watched, 80, text.UNICODE)):
+    for line in (text.budget_line(watched, 80, text.UNICODE), text.activity(watched, 80, text.UNICODE)):
         assert "…" not in text.plain([line]), line
 
 

@@ -143,7 +143,7 @@ def first(place: Place) -> list[Act]:
 def second(place: Place) -> list[Act]:
     """The mended models, uses besides plain training, and the figures beside torch's own ways to save memory."""
     acts = [bits(place, model) for model in ("lstm", "resnet18", "gpt2", "gpt_fp32")]
-    acts += [marked_tests("tests", KERNELS_AND_DEVICE), marked_tests("unseen writes", UNSEEN_WRITES)]
+    acts += [marked_tests("tests", KERNELS_AND_DEVICE), marked_tests("undeclared writes", UNDECLARED_WRITES)]
     acts += [other(place, name, "ways", 60) for name in ("graphs", "streams", "compiled", "trainer", "answers")]
     acts += [timing(place, model, 75) for model in ("gpt2", "resnet50")]
     acts += [other(place, "largest", f"largest {way}", 60, way) for way in ("plain", "memmgr")]
@@ -206,7 +206,7 @@ COMPILED_WITH = ("-std=c++17", "-O2", "-static-libstdc++", "-static-libgcc")
 
 
 KERNELS_AND_DEVICE = ("tests/driver/test_kernels.py", "tests/driver/test_real_device.py")
-UNSEEN_WRITES = ("tests/ops/test_state_arguments.py",)
+UNDECLARED_WRITES = ("tests/ops/test_state_arguments.py",)
 
 
 def marked_tests(name: str, files: tuple[str, ...]) -> Act:

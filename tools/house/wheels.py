@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "wheels"
-TORCHES = tuple(f"2.{minor}.0{build}" for minor in range(11, 16) for build in ("+cpu", ""))
+_RELEASES = runpy.run_path(str(ROOT / "memmgr" / "config" / "torch_versions.py"))
+(_MAJOR, _LOW), (_, _HIGH) = _RELEASES["OLDEST"], _RELEASES["NEWEST"]
+TORCHES = tuple(f"{_MAJOR}.{minor}.0{build}" for minor in range(_LOW, _HIGH + 1) for build in ("+cpu", ""))
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 LEAST_DISK = 6e9

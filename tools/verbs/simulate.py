@@ -32,7 +32,7 @@ from memmgr.policies.plan.knee import knee
 from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.milp import LIMIT_SECONDS
-from memmgr.policies.published.systems import SYSTEMS, applicable
+from memmgr.policies.published.systems import PUBLISHED, applicable
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
@@ -376,12 +376,12 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
         return lambda trace, budget: _plan(trace, budget, tier)
     if name in ("online", "auto") and (tier is None or name == "online"):
         return _online if name == "online" else _auto
-    if name in SYSTEMS:
-        return lambda trace, budget: _outcome(SYSTEMS[name](trace, budget, tier))
+    if name in PUBLISHED:
+        return lambda trace, budget: _outcome(PUBLISHED[name](trace, budget, tier))
     try:
         policy = parse_policy(name)
     except ValueError as error:
-        near = meant(name, (*SYSTEMS, "plan", "online", "all"))
+        near = meant(name, (*PUBLISHED, "plan", "online", "all"))
         raise UsageError(f"unknown policy {name!r}{near}" if near else f"{error}; --policy help lists all") from None
     return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
 

@@ -10,7 +10,7 @@ from html import escape
 from memmgr.config.sizes import show_seconds
 from memmgr.observe.advice import changes, no_change, own_checkpointing
 from memmgr.observe.slowness import why_slow
-from memmgr.observe.summary import figures
+from memmgr.observe.summary import main_figures
 from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time
 from memmgr.tools.view.job import jobs, table
@@ -124,7 +124,7 @@ def _ending(watched: RunState) -> str:
 def _tiles(watched: RunState) -> str:
     return (
         "<div class=tiles>"
-        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in figures(watched.stats, binary=watched.binary))
+        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in main_figures(watched.stats, binary=watched.binary))
         + "</div>"
     )
 

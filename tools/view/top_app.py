@@ -165,7 +165,7 @@ class TopApp(App[None]):
         place = f"({self._at + 1} of {len(self._attached)})" if len(self._attached) > 1 else ""
         lines = [
             text.title(watched, width, glyphs, place, silent),
-            text.figures(watched, width, glyphs),
+            text.budget_line(watched, width, glyphs),
             *text.chart(watched, width, 6 + self._more_rows(), glyphs),
             text.legend(text.MEMORY, glyphs, text.tier(watched)),
             text.activity(watched, width, glyphs),

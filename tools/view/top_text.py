@@ -116,7 +116,7 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "", silent
     ]
 
 
-def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
+def budget_line(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     """The budget and its contents."""
     stats = watched.stats
     budget = watched.budget_bytes
@@ -421,7 +421,7 @@ def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Lin
     """One screen: printed by `--once`, and repeated on a plain terminal."""
     lines = [
         title(watched, width, glyphs),
-        figures(watched, width, glyphs),
+        budget_line(watched, width, glyphs),
         *chart(watched, width, 6, glyphs),
         legend(MEMORY, glyphs, tier(watched)),
         activity(watched, width, glyphs),

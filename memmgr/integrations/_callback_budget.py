@@ -15,7 +15,7 @@ from memmgr.observe.interval import Interval
 PREFIX = "memmgr/"
 
 
-class Session:
+class CallbackBudget:
     """One budget over the trainings of one callback.
 
     A script that runs under `memmgr run` or `MEMMGR_BUDGET` has a budget already, or will have one at its first module:
