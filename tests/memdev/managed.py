@@ -122,6 +122,13 @@ def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
     except memmgr.BudgetError as error:
         seen["error"], seen["error floor"] = str(error), error.floor_bytes
         floor = error.floor_bytes
+    kept: list[torch.Tensor] = []
+    try:
+        with memmgr.budget("4MiB", policy="offload", host="1MiB", quiet=True):
+            kept.extend(torch.ones(1 << 18, device=DEVICE) for _ in range(8))
+    except memmgr.BudgetError as error:
+        seen["full host"] = str(error)
+    kept.clear()
     gc.collect()
     # The error names the floor so far: budgets of the floors that it names end at one that works.
     for tries in range(20):

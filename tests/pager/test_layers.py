@@ -41,6 +41,7 @@ SESSION_VARIABLE = re.compile(
     r"^(?:static |extern |inline |thread_local )*(?:std::atomic<Session\*>|Session(?: ?[*&])?) ?\w+ *(?:[;={]|$)",
     re.MULTILINE,
 )
+MADE_ONCE = re.compile(r"\bstatic (?:auto|const auto|[\w:]+)\s*\*? ?\w+ = new\b")
 DEFINED = re.compile(
     r"^(?!return|using|static|namespace|struct|class|\s)[\w:<>,&*\[\] ]+?[\s*&](\w+)\([^;{}]*\)[^;{}]*\{", re.MULTILINE
 )
@@ -129,3 +130,7 @@ def test_only_dispatch_and_python_name_the_session_of_the_process() -> None:
 def test_a_lower_layer_keeps_a_session_only_for_callbacks_without_an_argument() -> None:
     keep = {unit_of(path) for path in SOURCES if SESSION_VARIABLE.search(code_of(path))}
     assert keep - {"dispatch/the_session"} == KEEP_A_SESSION
+
+
+def test_no_function_makes_state_of_the_process_at_its_first_call() -> None:
+    assert {unit_of(path) for path in SOURCES if MADE_ONCE.search(code_of(path))} == {"base/lock"}

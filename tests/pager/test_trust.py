@@ -317,7 +317,8 @@ def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) ->
             os.fsync(file.fileno())
         for _ in range(2):
             with pytest.raises(
-                memmgr.RecomputeError, match=r"400000 bytes came back other than they left \(read back\), a result of aten::randn\."
+                memmgr.RecomputeError,
+                match=r"400000 bytes came back other than they left \(read back\), a result of aten::randn\.",
             ):
                 x + 1 if how == "an op" else native.pin([x])
 

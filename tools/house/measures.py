@@ -5,7 +5,6 @@ Where a test already holds a measure, its reading is used (tests/pager/test_laye
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -76,10 +75,7 @@ def elsewhere() -> int:
 
 def statics() -> int:
     """Objects that a function of the pager makes once."""
-    return sum(
-        len(re.findall(r"\bstatic (?:auto|const auto|[\w:]+)\s*\*? ?\w+ = new\b", path.read_text()))
-        for path in (ROOT / "allocator" / "pager").rglob("*.cpp")
-    )
+    return sum(len(test_layers.MADE_ONCE.findall(test_layers.code_of(path))) for path in test_layers.SOURCES)
 
 
 def _runs(path: Path) -> Iterator[tuple[str, ...]]:

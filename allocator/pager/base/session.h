@@ -63,9 +63,12 @@ struct Session {
   mm_arena* arena = nullptr;  // the pool's
   mm_tier* tier = nullptr;
   bool tier_writes = false;  // false: it only reads files that are lent to it
+  bool tier_has_file = false;
   Options options;
   Counters counters;
 
+  // The tier's name in errors.
+  const char* tier_name() const { return tier_has_file ? "disk" : "host"; }
   // Returns true if cells may be written to the tier.
   bool may_offload() const { return options.may_offload && tier_writes; }
   // Counts an error of the tier and keeps its text for the errors that follow.

@@ -80,6 +80,7 @@ void open_tier(Pool* pool, const char* folder, uint64_t disk_bytes, uint64_t thr
     if (!the_session.tier) raise_error(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
   }
   the_session.tier_writes = the_session.tier && !(pool->on_host() && !folder);
+  the_session.tier_has_file = pool->on_host() || folder;
 }
 
 // search: -1, or MM_BY_*: whether requests without a run of addresses choose victims for one. remap: MM_REMAP_*.

@@ -128,7 +128,8 @@ void throw_out_of_memory(Pool& pool, uint64_t request) {
                      " bytes are in use and nothing more can leave.";
   {
     const Hold lock(session.error_lock);
-    if (!session.tier_error.empty()) text += " The disk tier failed: " + session.tier_error + '.';
+    if (!session.tier_error.empty())
+      text += std::string(" The ") + session.tier_name() + " tier failed: " + session.tier_error + '.';
   }
   begin_refusal(refused, text);
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);

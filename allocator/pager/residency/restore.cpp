@@ -85,7 +85,7 @@ static at::DataPtr copy_back(Cell* c, Absence* absence) {
   if (has_file_copy(c)) throw_file_failed(c, -wrong);
   c->pool->throw_if_broken();
   session.note_tier_error(-wrong);
-  TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
+  TORCH_CHECK(make_instead(c), "memmgr: the ", session.tier_name(), " tier failed: reading ", c->nbytes,
               " bytes back: ", std::strerror(-wrong),
               forked_child ? " (a forked child: its parent has needed the room on the disk)" : "");
   *absence = Absence::kEvicted;
