@@ -118,9 +118,10 @@ def find_knee(job: KneeJob) -> Knee:
     Raises:
         TraceError: the pass is no trace.
     """
-    trace = smoothed(job.period.measured().trace)
+    of = smoothed(job.period.measured().trace)
+    trace, _ = in_frames(of, job.period.columns["frame_bytes"])
     link = trace.links[0] if trace.links else None
-    stays = 0 if job.offload else max(0, job.need_bytes - trace.unmanaged_peak[0])
+    stays = 0 if job.offload else max(0, job.need_bytes - of.unmanaged_peak[0])
 
     def slowdown(budget_bytes: int) -> float | None:
         limit_bytes = int(budget_bytes * (1.0 - job.margin)) - stays

@@ -21,6 +21,8 @@ from .simulator import Run
 MOST_PASSES = 6
 """The first begins with nothing in memory; most end as they began from the second on, and one in a hundred by `return_to`."""
 
+NO_CYCLE = "the trace is no cycle: the pass before it was not recorded, or differs (memmgr trace --pass 4 records a later one)"
+
 ABSENT, RESIDENT, UNBORN = range(3)
 FAR = 1 << 60
 
@@ -325,7 +327,7 @@ def run_cycle(
         make: the policy, before the first pass.
     """
     if tier is None or not trace.cycle:
-        why = "what lives from pass to pass needs a tier below" if trace.cycle else "the trace is no cycle"
+        why = "what lives from pass to pass needs a tier below" if trace.cycle else NO_CYCLE
         return Run(name, budget_bytes, False, [], 0, 0.0, trace.seconds, 0.0, why)
     cycle = make(program_of(trace, plain(trace)), tier)
     least = cycle.least_bytes()

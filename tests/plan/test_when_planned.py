@@ -281,3 +281,16 @@ def test_a_long_periods_first_plan_is_a_quick_one(
     for _ in range(4):
         run.ends(2, followed=True, short=True)
     assert asked[before:] and not any(asked[before:]), "one that ran short is replaced by a full one"
+
+
+def test_the_knee_counts_whole_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: set[int] = set()
+
+    def planner(trace: Any, budget_bytes: int, link: Any, recompute: bool) -> Scheduled:
+        sizes.update(s.size_bytes for s in trace.storages)
+        return Scheduled((), 1.0)
+
+    monkeypatch.setattr(planning, "PLANNERS", {"plan": planner})
+    noted = Noted({**columns([0, 0, 0]), "frame_bytes": 600}, ())
+    planning.find_knee(planning.KneeJob(noted, 4000, 0, 0.01, "plan", "auto", recompute=True, offload=True))
+    assert sizes - {0} == {500, 1200}  # a storage of 1000 bytes takes two frames
