@@ -25,7 +25,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo docs test test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
+.PHONY: help setup demo docs test says-test test-fast says-test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,7 @@ $(VENV)/.python:
 
 # torch and the build tools first: the package is then built against them, without an isolated second copy.
 $(VENV)/.requirements: $(VENV)/.python pyproject.toml
+	@echo "make: installing torch and the build tools"
 	$(INSTALL) "scikit-build-core>=0.11" "cmake>=3.18" ninja
 ifdef TORCH
 	$(INSTALL) "$(TORCH)"
@@ -55,6 +56,7 @@ endif
 # The editable install finds Python sources where they lie, by a table: the native half has to be built again, and the table
 # made again when a folder comes.
 $(VENV)/.package: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr/*/__init__.py tools/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h allocator/*/*/*.def)
+	@echo "make: building the core"
 	$(INSTALL) --no-build-isolation -e .
 	@touch $@
 
@@ -62,7 +64,8 @@ $(VENV)/.package: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr
 EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*extras["test"], *extras["demo"], *extras["dev"], sep="\n")
 $(VENV)/.installed: $(VENV)/.package pyproject.toml
-	$(PY) -c '$(EXTRAS)' > $(VENV)/extras
+	@echo "make: installing the packages of tests, demo and lint"
+	@$(PY) -c '$(EXTRAS)' > $(VENV)/extras
 	$(INSTALL) -r $(VENV)/extras
 	@touch $@
 
@@ -78,14 +81,19 @@ demo: ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits,
 # would spin while the other worker has the second core.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup compiled ## what a change has to pass
-	@echo "make test: about 20 minutes on two cores; make test-fast takes one"
+test: says-test setup compiled ## what a change has to pass
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-fast: setup compiled ## a case a rule, the core, policies, the text of tools, in a minute
-	@echo "make test-fast: a minute on two cores"
+test-fast: says-test-fast setup compiled ## a case a rule, the core, policies, the text of tools, in a minute
 	$(PYTEST) -m "fast and not slow" $$(grep -rl --include='test_*.py' 'pytest.mark.rule(' tests) \
 	  tests/core tests/policies tests/tools/test_cli.py tests/tools/test_completion.py tests/tools/test_words.py tests/tools/test_packaging.py $(PYTEST_ARGS)
+
+# Said before anything is installed: prerequisites run in their order.
+says-test:
+	@echo "make test: about 15 minutes on two idle cores, and at the first time 4 more to install and compile; make test-fast takes one or two"
+
+says-test-fast:
+	@echo "make test-fast: one or two minutes on two idle cores, and at the first time 4 more to install and compile"
 
 test-all: setup compiled ## every test there is, in hours
 	@echo "make test-all: two hours on two cores"

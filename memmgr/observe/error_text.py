@@ -272,7 +272,8 @@ class Spent:
         top = [f"{name} {self.size(part)}" for name, part in kinds[:NAMED_KINDS]]
         if kinds[NAMED_KINDS:]:
             rest = sum(part for _, part in kinds[NAMED_KINDS:])
-            top.append(f"{len(kinds) - NAMED_KINDS} other kinds {self.size(rest)}")
+            count = len(kinds) - NAMED_KINDS
+            top.append(f"{count} other kind{'s' * (count > 1)} {self.size(rest)}")
         said = f"Held now: {', '.join(top) or 'nothing that Python can see'}"
         modules = ", ".join(f"{name} {self.size(part)}" for name, part in self.held.modules[:NAMED_MODULES])
         if modules:

@@ -21,7 +21,9 @@ from .simulator import Run
 MOST_PASSES = 6
 """The first begins with nothing in memory; most end as they began from the second on, and one in a hundred by `return_to`."""
 
-NO_CYCLE = "the trace is no cycle: the pass before it was not recorded, or differs (memmgr trace --pass 4 records a later one)"
+NO_CYCLE = (
+    "the trace is no cycle: the pass before it was not recorded, or differs (memmgr trace --pass 4 records a later one)"
+)
 
 ABSENT, RESIDENT, UNBORN = range(3)
 FAR = 1 << 60

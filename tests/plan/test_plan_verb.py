@@ -43,6 +43,17 @@ def make_step():
         optimizer.zero_grad()
     return step
 
+def needs(width):
+    return print
+
+def breaks():
+    def step():
+        raise KeyError("a mistake")
+    return step
+
+def on_a_gpu():
+    torch.ones(3).cuda()
+
 def asks():
     return lambda: torch.ones(3).sum().item() and torch.ones(3).long().sum().item()
 """
@@ -162,6 +173,22 @@ def test_a_sweep_is_no_slower_in_more_memory(
     assert rows[4] == {**rows[5], **{key: rows[4][key] for key in ("budget_bytes", "lower_bound")}}
     assert rows[4]["budget_bytes"] > rows[5]["budget_bytes"] and rows[4]["lower_bound"] < rows[5]["lower_bound"]
     assert [point.overhead for (point,) in drawn] == [row["overhead"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("needs", r"model_of_a_test.py: needs\(\) needs width; a function without parameters makes the step"),
+        ("breaks", r"model_of_a_test.py:\d+: KeyError: 'a mistake'$"),
+        ("on_a_gpu", r"model_of_a_test.py:\d+: .*planned for cpu, the default; --device names an accelerator\)$"),
+    ],
+)
+def test_a_mistake_of_the_users_file_is_one_line(
+    what: str, function: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", what.replace("make_step", function)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(says, last), last
 
 
 def test_whose_schedule_each_budget_takes() -> None:

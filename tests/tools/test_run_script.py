@@ -246,6 +246,14 @@ def test_a_script_that_trains_nothing_says_so(folder: Path) -> None:
     assert done.returncode == 0 and "nothing was saved for backward in this process" in done.stderr
 
 
+def test_a_budget_after_the_script_is_the_scripts_and_is_noted(folder: Path) -> None:
+    (folder / "idle.py").write_text("import sys; print(sys.argv[1:])")
+    done = memmgr("run", "idle.py", "--budget", "8MB", cwd=folder)
+    assert done.stdout == "['--budget', '8MB']\n"
+    assert "--budget stands after idle.py" in done.stderr and "memmgr run --budget SIZE idle.py" in done.stderr
+    assert "stands after" not in memmgr("run", "--budget", "8MB", "idle.py", "--budget", "1", cwd=folder).stderr
+
+
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 
 

@@ -128,6 +128,11 @@ def test_a_killed_run_is_reported_as_far_as_it_goes(tmp_path: Path, capsys: pyte
     assert "it has no end: the process was killed" in err and len(err.splitlines()) == 1
 
 
+def test_a_log_that_ends_before_the_first_pass_says_nothing_of_the_budget(tmp_path: Path) -> None:
+    log = lines.written(tmp_path / "run.jsonl", [lines.hello(), *(lines.sample(i) for i in range(5))])
+    assert "<li>nothing can be said: the log ends before the first pass does</li>" in report(tmp_path, str(log))
+
+
 def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) -> None:
     failed = {
         "type": "event",
@@ -185,13 +190,14 @@ def test_short_runs(tmp_path: Path, samples: int) -> None:
     assert "with a budget of 12 MB or more" in said and "would remove" not in said
 
 
-@pytest.mark.parametrize("what", ["missing", "folder", "no log", "itself", "nowhere"])
+@pytest.mark.parametrize("what", ["missing", "folder", "here", "no log", "itself", "nowhere"])
 def test_bad_input_is_one_line_and_two(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     good = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])
     (tmp_path / "text.jsonl").write_text("step 1 loss 3.2\n")
     words, says = {
         "missing": ([str(tmp_path / "none.jsonl")], "cannot read"),
         "folder": ([str(tmp_path)], "cannot read"),
+        "here": (["."], "cannot read .: it is a folder"),
         "no log": ([str(tmp_path / "text.jsonl")], "is this a log of memmgr?"),
         "itself": ([str(good), "--out", str(good)], "is what is read"),
         "nowhere": ([str(good), "--out", str(tmp_path / "no" / "x.html")], "in a folder that exists"),

@@ -218,6 +218,7 @@ def test_a_log_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None
         (b"", "is empty"),
         (b"\x89PNG\r\n\x1a\n\x00\x00", "is this a log of memmgr"),
         (b'{"a": 1}\n', "does not begin as a log"),
+        (b'{\n "budget": 1\n}\n', r"a summary \(run --json\); name the file of --log"),
         (json.dumps(lines.hello()).encode() + b"\n", "before the first sample"),
         (json.dumps(lines.hello()).encode() + b'\n{"type": "sa', "before the first sample"),
         (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
     "adafactor": torch.optim.Adafactor,
 }
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,6 +61,11 @@ def from_file(what: str) -> Callable[[], Step]:
     make = getattr(module, name, None)
     if not callable(make):
         raise UsageError(f"{path} has no function {name!r}")
+    needed = [
+        p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty and p.kind not in _REST
+    ]
+    if needed:
+        raise UsageError(f"{path}: {name}() needs {', '.join(needed)}; a function without parameters makes the step")
     made: Callable[[], Step] = make
     return made
 

@@ -21,6 +21,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -216,10 +217,25 @@ def _recorded(make: Callable[[], Callable[[], object]], accelerator: bool) -> Fa
             step = record(make, accelerator=accelerator)
     except StepError as error:
         raise UsageError(str(error)) from None
+    except Exception as error:  # of the user's code
+        raise UsageError(_said_by_step(error)) from None
     if step.asked:
         _say(f"{step.asked}: a number that the step asks for is taken as 1")
     _say(f"traced {step.end - step.begin:,} calls of torch in {show_seconds(time.perf_counter() - begun)}")
     return step
+
+
+def _said_by_step(error: Exception) -> str:
+    """The error of a user's step, with its line."""
+    import torch
+
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    frames = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    text = f"{where}{type(error).__name__}: {error}"
+    if "cuda" in str(error).lower():
+        text += " (the step is planned for cpu, the default; --device names an accelerator)"
+    return text
 
 
 def _budget(args: argparse.Namespace, on: _On) -> int:

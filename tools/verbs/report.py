@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page or the trace, and says where it is."""
+    for path in args.logs:
+        if path.is_dir():
+            raise UsageError(f"cannot read {path}: it is a folder; name a log")
     out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
     here = str(out) == "-"
     if here and args.format in PICTURES:

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the telemetry, for memmgr report; --write-log inside torchrun, which takes --log for itself",
     )
     parser.add_argument("--json", metavar="FILE", help="write a summary, one JSON object, when the script ends")
-    parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")
+    parser.add_argument("--verify", action="store_true", help="compare all restored bytes with checksums")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
     parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
     parser.add_argument("script", help="the script, or the module")
@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
     refuse_unknown()
     _take_ratio(args)
+    _note_misplaced(args)
     settings = _together(_inherited(args), _settings(args))
     if args.budget is not None and args.budget.strip().lower() == "none":
         args.budget = None
@@ -115,6 +116,18 @@ def run(args: argparse.Namespace) -> int:
             _Closing.silent = True
             raise
     return _start(args, code, main)
+
+
+def _note_misplaced(args: argparse.Namespace) -> None:
+    """A budget after the script's name is an argument of the script, which then runs without a limit."""
+    given = next((word for word in args.arguments if word.partition("=")[0] in ("--budget", "--ratio")), None)
+    if args.budget is None and given is not None and "MEMMGR_BUDGET" not in os.environ:
+        option = given.partition("=")[0]
+        print(
+            f"memmgr: {option} stands after {args.script}, so the script has it and this run has no limit. Options of memmgr "
+            f"come first: memmgr run {option} SIZE {args.script}",
+            file=sys.stderr,
+        )
 
 
 def run_without(args: argparse.Namespace) -> int:
@@ -398,8 +411,11 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr.observe.advice import advice
+    from memmgr.observe.slowness import is_slow
 
     lines = advice(stats, binary=binary)
+    if is_slow(stats):
+        del lines[1:]  # the budget's own lines name the change that would help most
     changed = {}
     if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
         middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2

@@ -97,6 +97,8 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
         *changes(stats, binary=binary),
         *_faults(watched),
     ]
+    if watched.end is None and not stats["passes"]:
+        lines = ["nothing can be said: the log ends before the first pass does"]
     lines = lines or [no_change(stats, binary=binary)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
     yield "<h3>Memory over time</h3>" + over_time(watched) + _key()

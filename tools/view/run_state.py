@@ -418,6 +418,8 @@ def read_log(path: Path) -> tuple[list[RunState], str]:
                     if last and sessions:
                         missing = f"line {number} is cut off"
                         break
+                    if number == 1 and line.strip() == b"{":
+                        raise UsageError(f"{path}: this is a summary (run --json); name the file of --log") from None
                     raise UsageError(f"{path}: line {number} is no JSON object; is this a log of memmgr?") from None
                 if found.get("type") == "hello":
                     sessions.append(RunState(points=None))
