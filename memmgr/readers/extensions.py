@@ -26,7 +26,15 @@ _SPECIAL = tuple(
     if name.startswith("__")
     and name not in ("__doc__", "__module__", "__init__", "__getattr__", "__setattr__", "__hash__")
 )
-_REGISTERING = (b"pybind11", b"Library", b"RegisterOperators", b"Dispatcher", b"CustomClass", b"CppNode")
+_REGISTERING = (
+    b"pybind11",
+    b"Library",
+    b"aoti_torch_library",
+    b"RegisterOperators",
+    b"Dispatcher",
+    b"CustomClass",
+    b"CppNode",
+)
 """Parts of names that a library with functions of pybind11, ops, TorchBind classes or autograd functions contains."""
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 
