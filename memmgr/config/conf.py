@@ -211,9 +211,16 @@ def check_conf() -> None:
         Refused: `strict` is on.
     """
     try:
-        parse_conf(os.environ.get("MEMMGR_CONF", ""))
+        found = parse_conf(os.environ.get("MEMMGR_CONF", ""))
+        if "policy" in found:
+            from memmgr.policies import parse_policy
+
+            parse_policy(found["policy"])
+        disk = found.get("disk")
+        if disk:
+            check_folder(disk if isinstance(disk, str) else disk[0] or tempfile.gettempdir(), "disk")
     except ValueError as error:
-        refuse_or_warn(str(error))
+        refuse_or_warn("MEMMGR_CONF: " + str(error).removeprefix("MEMMGR_CONF: "))
 
 
 def refuse_or_warn(why: str) -> None:

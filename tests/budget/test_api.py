@@ -161,6 +161,8 @@ BAD_VARIABLES = [
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_DISK": "/nowhere/at/all"}, "MEMMGR_DISK: '/nowhere/at/all' is not a folder"),
     ({"MEMMGR_CONF": "alocator:native"}, "did you mean 'allocator'?"),
     ({"MEMMGR_CONF": "allocator:natve"}, "did you mean 'native'?"),
+    ({"MEMMGR_CONF": "policy:evct"}, "did you mean 'evict'?"),
+    ({"MEMMGR_CONF": "disk:/nowhere/at/all"}, "disk: '/nowhere/at/all' is not a folder"),
 ]
 
 
