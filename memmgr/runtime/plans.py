@@ -132,6 +132,7 @@ class Plans:
         self._happened = happened
         self.left = LeftPlans(pager, modules, happened)
         self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._unlike = 0  # periods unlike all earlier ones
         self._met: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._executor = planner_process.executor(pager)
@@ -207,6 +208,7 @@ class Plans:
         known = self._known.get(key)
         if known is None:
             first, before = not self._met, key in self._met
+            self._unlike += not before
             self._met[key] = None
             while len(self._met) > MOST_MET:
                 self._met.popitem(last=False)
@@ -394,6 +396,12 @@ class Plans:
     def latest(self) -> Made | None:
         """The plan that was made last."""
         return next((k.made for k in reversed(self._known.values()) if k.made is not None), None)
+
+    def why_unlike(self, passes: int) -> str:
+        """Why few passes could be planned, where most of `passes` were unlike all earlier ones; else empty."""
+        if self._unlike <= passes // 2:
+            return ""
+        return f"{self._unlike:,} were unlike all earlier ones (pad changing shapes to a few sizes)"
 
     def errors(self) -> list[str]:
         """Why there are no plans, where that is not the budget."""

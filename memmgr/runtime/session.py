@@ -312,7 +312,8 @@ class PagerRuntime:
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
             slow = []
             if is_slow(self._final):
-                reason = "the next line says at which op passes left the plan" if left else self._no_plan
+                reason = self.plans.why_unlike(self._final["passes"]) or self._no_plan
+                reason = "the next line says at which op passes left the plan" if left else reason
                 slow = [why_slow(self._final, binary=self.config.binary, reason=reason)]
             graphs = self._graphs.lines(binary=self.config.binary)
             more = [*slow, *left, *graphs, *self.leak_texts()]

@@ -101,6 +101,17 @@ def test_a_program_that_repeats_has_one_plan(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(run.ends(2, followed=True) for _ in range(9))
 
 
+def test_passes_that_all_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    for key in range(40):
+        run.ends(key)
+    assert run.plans.why_unlike(40) == "40 were unlike all earlier ones (pad changing shapes to a few sizes)"
+    run = Run(monkeypatch)
+    for _ in range(40):
+        run.ends(7)
+    assert run.plans.why_unlike(40) == ""
+
+
 def test_without_a_tier_the_second_period_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, "evict", offload=False)
     assert [run.ends(key) for key in (1, 2, 2, 2)] == [False, True, False, False]
