@@ -9,7 +9,7 @@ import torch
 
 import memmgr
 from memmgr.native import binding as native
-from memmgr.observe.error_text import TOP
+from memmgr.observe.error_text import NAMED_KINDS
 from memmgr.observe.memory_inventory import holders
 
 from . import matrix, ranks
@@ -26,7 +26,7 @@ def kinds(model: torch.nn.Module) -> dict[str, int]:
     except memmgr.BudgetError as error:
         words = str(error)
     y.square().mean().backward()
-    largest = sorted(found, key=lambda name: found[name])[-TOP:]  # the text sums the others up
+    largest = sorted(found, key=lambda name: found[name])[-NAMED_KINDS:]  # the text sums the others up
     assert all(name in words for name in largest), (found, words)
     return found
 

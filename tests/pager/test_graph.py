@@ -64,7 +64,7 @@ def test_a_sum_that_does_not_agree_is_found(checked: pager.Pager) -> None:
         pin = checked.pin([kept], held=True)
         checked.miscount(1)
         try:
-            with pytest.raises(RuntimeError, match="held_bytes is 16385, and the sum is 16384"):
+            with pytest.raises(RuntimeError, match="long_pinned_bytes is 16385, and the sum is 16384"):
                 kept.sum()
         finally:
             checked.miscount(-1)

@@ -43,6 +43,9 @@ def make_step():
         optimizer.zero_grad()
     return step
 
+def asks():
+    return lambda: torch.ones(3).sum().item() and torch.ones(3).long().sum().item()
+
 def needs(width):
     return print
 
@@ -53,9 +56,6 @@ def breaks():
 
 def on_a_gpu():
     torch.ones(3).cuda()
-
-def asks():
-    return lambda: torch.ones(3).sum().item() and torch.ones(3).long().sum().item()
 """
 
 

@@ -217,6 +217,8 @@ def _recorded(make: Callable[[], Callable[[], object]], accelerator: bool) -> Fa
             step = record(make, accelerator=accelerator)
     except StepError as error:
         raise UsageError(str(error)) from None
+    except UsageError:
+        raise
     except Exception as error:  # of the user's code
         raise UsageError(_said_by_step(error)) from None
     if step.asked:
