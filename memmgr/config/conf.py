@@ -205,7 +205,8 @@ def check_limit(text: str) -> None:
 
 
 def check_conf() -> None:
-    """Checks `MEMMGR_CONF` when no budget is set: some of its keys count without one.
+    """Checks `MEMMGR_CONF` when no budget is set: some of its keys count without one. A folder is not
+    checked, since the variable may be set on machines that lack it.
 
     Raises:
         Refused: `strict` is on.
@@ -216,9 +217,6 @@ def check_conf() -> None:
             from memmgr.policies import parse_policy
 
             parse_policy(found["policy"])
-        disk = found.get("disk")
-        if disk:
-            check_folder(disk if isinstance(disk, str) else disk[0] or tempfile.gettempdir(), "disk")
     except ValueError as error:
         refuse_or_warn("MEMMGR_CONF: " + str(error).removeprefix("MEMMGR_CONF: "))
 

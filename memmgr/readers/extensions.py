@@ -52,7 +52,7 @@ class Extensions:
     def __init__(self, pager: Pager, patches: Patches) -> None:
         self._pager = pager
         self._patches = patches
-        self._users: list[str] = []
+        self._users: list[str] = []  # the libraries whose functions are guarded, or will be by `install`
 
     def libraries(self) -> list[str]:
         """The libraries whose functions `install` needs.
@@ -91,7 +91,8 @@ class Extensions:
             file = vars(module).get("__file__")
             if isinstance(file, str) and file.endswith(_SUFFIXES):
                 users = self._users_among(self._pager.libraries_that_use_torch())
-                if _real(file) in map(_real, users):
+                # A module that registers nothing may have loaded a library that does.
+                if _real(file) in map(_real, users) or not set(users) <= set(self._users):
                     self._guard(users)
 
         return exec_module
@@ -142,6 +143,7 @@ class Extensions:
         return [p for p, real in reals.items() if not real.startswith(_TORCH) and real != ours and registers(real)]
 
     def _guard(self, libraries: list[str], functions: list[Any] | None = None) -> None:
+        self._users = libraries
         # All functions that there are: those of modules, and those that a program has had made.
         self._pager.guard(self._pager.objects_of((), libraries) if functions is None else functions, libraries)
         self._pager.watch_foreign_calls()  # libraries of ops have no functions

@@ -162,7 +162,6 @@ BAD_VARIABLES = [
     ({"MEMMGR_CONF": "alocator:native"}, "did you mean 'allocator'?"),
     ({"MEMMGR_CONF": "allocator:natve"}, "did you mean 'native'?"),
     ({"MEMMGR_CONF": "policy:evct"}, "did you mean 'evict'?"),
-    ({"MEMMGR_CONF": "disk:/nowhere/at/all"}, "disk: '/nowhere/at/all' is not a folder"),
 ]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import importlib.machinery
 import importlib.util
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forkserver
@@ -19,6 +21,8 @@ from torch import nn
 
 import memmgr
 from memmgr.native import binding as native
+from memmgr.readers import extensions
+from memmgr.readers.patches import Patches
 
 from .extension import library as extension_library
 
@@ -337,6 +341,25 @@ def test_an_extension_that_is_imported_later(library: Path, pager: native.Pager)
     spec.loader.exec_module(module)
     t = _number()
     assert module.sum_const(t) == N
+
+
+def test_a_module_without_functions_that_loads_a_library_of_ops_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a module may be Cython's. A kernel of Inductor's brings no such library, and no search."""
+    loaded: list[str] = []
+    guarded: list[list[str]] = []
+    pager: Any = SimpleNamespace(
+        libraries_that_use_torch=lambda: [*loaded],
+        objects_of=lambda types, libraries: [],
+        guard=lambda functions, libraries: guarded.append(libraries),
+        watch_foreign_calls=lambda: None,
+    )
+    monkeypatch.setattr(extensions, "registers", lambda path: "ops" in path)
+    seen = extensions.Extensions(pager, Patches())
+    module: Any = SimpleNamespace(__file__="/x/module" + importlib.machinery.EXTENSION_SUFFIXES[0])
+    for brings, searches in (("/x/kernel.so", 0), ("/x/libops.so", 1), ("/x/kernel2.so", 1), ("/x/libops2.so", 2)):
+        seen._after(lambda loader, module, brings=brings: loaded.append(brings))(None, module)
+        assert len(guarded) == searches, brings
+    assert guarded[-1] == ["/x/libops.so", "/x/libops2.so"]
 
 
 def test_a_package_of_inductor_is_foreign(pager: native.Pager) -> None:

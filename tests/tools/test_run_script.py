@@ -18,6 +18,7 @@ import pytest
 from job.ranks import one_launcher
 
 from memmgr.observe.advice import advice, own_checkpointing
+from memmgr.tools.common import as_python
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as verb
 
@@ -250,7 +251,10 @@ def test_a_budget_after_the_script_is_the_scripts_and_is_noted(folder: Path) -> 
     (folder / "idle.py").write_text("import sys; print(sys.argv[1:])")
     done = memmgr("run", "idle.py", "--budget", "8MB", cwd=folder)
     assert done.stdout == "['--budget', '8MB']\n"
-    assert "--budget stands after idle.py" in done.stderr and "memmgr run --budget SIZE idle.py" in done.stderr
+    assert (
+        "--budget stands after idle.py" in done.stderr
+        and "come before the script: --budget SIZE idle.py" in done.stderr
+    )
     assert "stands after" not in memmgr("run", "--budget", "8MB", "idle.py", "--budget", "1", cwd=folder).stderr
 
 
@@ -565,4 +569,4 @@ def test_the_scripts_own_checkpointing_is_seen() -> None:
 
 def test_a_wrong_is_an_error_of_its_own() -> None:
     with pytest.raises(UsageError):
-        verb._find("no.such.module")
+        as_python.load(argparse.Namespace(module=True, script="no.such.module"))

@@ -220,14 +220,14 @@ def _recorded(make: Callable[[], Callable[[], object]], accelerator: bool) -> Fa
     except UsageError:
         raise
     except Exception as error:  # of the user's code
-        raise UsageError(_said_by_step(error)) from None
+        raise UsageError(_said_by_step(error, accelerator)) from None
     if step.asked:
         _say(f"{step.asked}: a number that the step asks for is taken as 1")
     _say(f"traced {step.end - step.begin:,} calls of torch in {show_seconds(time.perf_counter() - begun)}")
     return step
 
 
-def _said_by_step(error: Exception) -> str:
+def _said_by_step(error: Exception, accelerator: bool) -> str:
     """The error of a user's step, with its line."""
     import torch
 
@@ -235,9 +235,8 @@ def _said_by_step(error: Exception) -> str:
     frames = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     text = f"{where}{type(error).__name__}: {error}"
-    if "cuda" in str(error).lower():
-        text += " (the step is planned for cpu, the default; --device names an accelerator)"
-    return text
+    hint = " (the step is planned for cpu, the default; --device names an accelerator)"
+    return text + hint * (not accelerator and "cuda" in str(error).lower())
 
 
 def _budget(args: argparse.Namespace, on: _On) -> int:

@@ -17,17 +17,12 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
-import importlib.machinery
-import importlib.util
-import io
 import json
 import os
 import resource
 import shlex
 import signal
 import sys
-import traceback
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -43,10 +38,10 @@ from memmgr.config.conf import (
     pairs_of,
     parse_conf,
 )
-from memmgr.config.did_you_mean import meant
 from memmgr.config.sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
 from memmgr.config.variables import refuse_unknown
 from memmgr.policies import parse_policy
+from memmgr.tools.common.as_python import load, set_path
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.policy_option import add_policy
 from memmgr.tools.common.usage_error import UsageError
@@ -94,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     settings = _together(_inherited(args), _settings(args))
     if args.budget is not None and args.budget.strip().lower() == "none":
         args.budget = None
-    _set_path(args)
-    code, main = _load(args)
+    set_path(args)
+    code, main = load(args)
     os.environ["MEMMGR_BUDGET"] = args.budget or "none"
     os.environ["MEMMGR_CONF"] = json.dumps(settings)
     if getattr(args, "json", None) is not None:  # the verb trace has none
@@ -119,13 +114,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _note_misplaced(args: argparse.Namespace) -> None:
-    """A budget after the script's name is an argument of the script, which then runs without a limit."""
+    """Says that a budget after the script's name is an argument of the script."""
     given = next((word for word in args.arguments if word.partition("=")[0] in ("--budget", "--ratio")), None)
     if args.budget is None and given is not None and "MEMMGR_BUDGET" not in os.environ:
         option = given.partition("=")[0]
         print(
-            f"memmgr: {option} stands after {args.script}, so the script has it and this run has no limit. Options of memmgr "
-            f"come first: memmgr run {option} SIZE {args.script}",
+            f"memmgr: {option} stands after {args.script}, so it is an argument of the script, and memmgr sets no limit. Options "
+            f"of memmgr come before the script: {option} SIZE {args.script}",
             file=sys.stderr,
         )
 
@@ -133,8 +128,8 @@ def _note_misplaced(args: argparse.Namespace) -> None:
 def run_without(args: argparse.Namespace) -> int:
     """Runs the script as `python` does, without a budget, to measure the cost of one; its exit code."""
     os.environ.pop("MEMMGR_BUDGET", None)
-    _set_path(args)
-    return _start(args, *_load(args))
+    set_path(args)
+    return _start(args, *load(args))
 
 
 def last_error() -> BaseException | None:
@@ -224,72 +219,6 @@ def _together(inherited: dict[str, str], said: dict[str, Any]) -> dict[str, Any]
 
 
 # ---- as python would ----------------------------------------------------------------------------------------------
-
-
-def _set_path(args: argparse.Namespace) -> None:
-    """`sys.path[0]` becomes the script's folder, or the current one for a module. Under `python -P` it is neither."""
-    if getattr(sys.flags, "safe_path", False):
-        return
-    if args.module:
-        sys.path[0] = os.getcwd()
-    elif os.path.isdir(args.script):
-        sys.path[0] = os.path.realpath(args.script)
-    else:
-        sys.path[0] = os.path.dirname(os.path.realpath(args.script))
-
-
-def _load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
-    main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
-    if args.module or os.path.isdir(args.script):
-        spec = _find(args.script) if args.module else _find_in(args.script)
-        assert spec.loader is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
-        found = spec.loader.get_code(spec.name)
-        assert found is not None
-        main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
-        main.__file__ = spec.origin
-        return found, main
-    path = os.path.join(os.getcwd(), args.script)
-    try:
-        with io.open_code(path) as file:
-            source = file.read()
-        edit = getattr(args, "edit", None)  # of the verb tune: another batch size
-        code = compile(source if edit is None else edit(source, path), path, "exec", dont_inherit=True)
-    except OSError as error:
-        raise UsageError(f"cannot read {args.script}: {error.strerror}{_meant_beside(path)}") from None
-    except (SyntaxError, ValueError):
-        traceback.print_exc(limit=0)
-        raise SystemExit(1) from None
-    main.__file__ = path
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    return code, main
-
-
-def _find(name: str) -> importlib.machinery.ModuleSpec:
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(name + ".__main__")
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"no module named {name}: {error}") from None
-    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        raise UsageError(f"no module named {name} that can be run")
-    return spec
-
-
-def _meant_beside(path: str) -> str:
-    """A script with almost this name, in the same folder."""
-    folder, name = os.path.split(path)
-    with contextlib.suppress(OSError):
-        return meant(name, [found for found in os.listdir(folder) if found.endswith(".py")], 0.75)
-    return ""
-
-
-def _find_in(folder: str) -> importlib.machinery.ModuleSpec:
-    spec = importlib.machinery.PathFinder.find_spec("__main__", [os.path.realpath(folder)])
-    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        raise UsageError(f"there is no __main__.py in {folder}")
-    return spec
 
 
 def _execute(code: CodeType, main: ModuleType) -> int:

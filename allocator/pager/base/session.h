@@ -62,8 +62,8 @@ struct Session {
   Pool* pool = nullptr;       // one for each device; its budgets use it one after another
   mm_arena* arena = nullptr;  // the pool's
   mm_tier* tier = nullptr;
-  bool tier_writes = false;  // false: it only reads files that are lent to it
-  bool tier_has_file = false;
+  bool tier_writes = false;    // false: it only reads files that are lent to it
+  bool tier_has_file = false;  // false: it has page-locked memory alone
   Options options;
   Counters counters;
 

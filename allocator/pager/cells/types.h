@@ -119,7 +119,7 @@ struct Cell {
   uint32_t in_turn = 0;  // the place of its next touch, from 1 on; 0: not known (access_order.cpp)
 
   Birth birth;  // written when the cell begins
-  // Of its last eviction. No decision depends on it.
+  // The cell's last eviction. No decision depends on it.
   EvictedFor evicted_for = EvictedFor::kNone;
   uint32_t evicted_in_pass = 0;  // births.h
 

@@ -327,7 +327,7 @@ static bool returns_aliases(const c10::FunctionSchema& schema) {
   return any;
 }
 
-OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
+OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle), called(handle.operator_name()) {
   if (!handle.hasSchema()) {
     kind = OpClass::kForeign;
     return;
@@ -425,12 +425,13 @@ void OpInfo::classify(const c10::FunctionSchema& schema, const facts::NamedOp& r
 }
 
 OpInfo::OpInfo(std::string name)
-    : op(c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "")), kernel(std::move(name)) {}
+    : op(c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "")),
+      called(op.operator_name()),
+      kernel(std::move(name)) {}
 
 std::string OpInfo::name() const {
   if (!kernel.empty()) return kernel;
-  const auto& name = op.operator_name();
-  return name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+  return called.name + (called.overload_name.empty() ? "" : "." + called.overload_name);
 }
 
 bool runs_above_the_kernel(const c10::OperatorHandle& op) {

@@ -44,7 +44,8 @@ struct NamedOp;
 
 struct OpInfo {
   c10::OperatorHandle op;
-  std::string kernel;  // the name of a compiled graph's kernel (launch.h), whose `op` is not used; empty: an op
+  c10::OperatorName called;  // a copy, since the op may end before the tensors that it has made
+  std::string kernel;        // the name of a compiled graph's kernel (launch.h), whose `op` is not used; empty: an op
   // The kernel's function in C. Its arguments are addresses and integers. Null: its launches have no recipe.
   std::atomic<void*> function{nullptr};
   OpClass kind = OpClass::kOrdinary;

@@ -54,8 +54,7 @@ struct CellInfo {
     escaped = c->escape != Escape::kNone;
     recipe = v && v->recipe;
     trusted = recipe && v->recipe->kind->trusted();
-    if (recipe)
-      op = v->recipe->info->kernel.empty() ? v->recipe->info->op.operator_name().name : v->recipe->info->kernel;
+    if (recipe) op = v->recipe->info->kernel.empty() ? v->recipe->info->called.name : v->recipe->info->kernel;
     clean = c->slot >= 0;
     small = c->small;
     orphan = !c->storage._unsafe_get_target();

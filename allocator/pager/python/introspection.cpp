@@ -112,10 +112,10 @@ namespace {
 std::optional<std::string> name_of(const OpInfo* info) {
   if (!info) return std::nullopt;
   if (!info->kernel.empty()) return info->kernel;
-  std::string name = info->op.schema().name();
+  std::string name = info->called.name;
   const size_t colons = name.find("::");
   if (colons != std::string::npos) name.replace(colons, 2, ".");
-  const std::string& overload = info->op.schema().overload_name();
+  const std::string& overload = info->called.overload_name;
   return name + "." + (overload.empty() ? "default" : overload);
 }
 
