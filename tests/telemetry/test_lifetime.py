@@ -27,7 +27,7 @@ from memmgr.telemetry import stream
 from memmgr.telemetry.consumers import log_path
 from memmgr.tools.view.last_error import explain
 
-from .reading import LIMIT, Watching, manager, training, wait_until
+from .reading import LIMIT, Watching, manager, training, unpaced, wait_until
 
 CHILD = """
 import sys, time, torch, memmgr
@@ -312,12 +312,11 @@ def test_the_log_has_the_cells_of_its_highest_moment(tmp_path: Path) -> None:
         telemetry = manager().telemetry
         model = step.model  # type: ignore[attr-defined]
         loss = model(step.x).square().mean()  # everything is saved now
-        telemetry._not_before.clear()
+
+        unpaced(telemetry)
         wait_until(lambda: any(line["type"] == "cells" for line in _lines(log)))
         wait_until(lambda: "cells" not in telemetry._log.wants)
-        for _ in range(5):
-            telemetry._not_before.clear()
-            time.sleep(telemetry._log.interval_seconds)
+        time.sleep(5 * telemetry._log.interval_seconds)
         del loss
     found = [line for line in _lines(log) if line["type"] == "cells"]
     assert 1 <= len(found) <= 3  # while nothing grows no more are written

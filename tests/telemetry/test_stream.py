@@ -17,7 +17,7 @@ from memmgr.telemetry.consumers import QUEUE_LINES, Reader, dumps
 from memmgr.telemetry.modules import PLACES
 from memmgr.telemetry.publisher import MAP_STATES, MOST_READERS
 
-from .reading import LIMIT, Watching, manager, training, wait_until
+from .reading import LIMIT, Watching, manager, training, unpaced, wait_until
 
 LAYERS = {"aten.addmm.default", "aten.gelu.default"}
 """The ops of `training`'s step inside of its modules: the loss and the backward pass are outside."""
@@ -86,7 +86,7 @@ def test_events_and_cells_name_their_op_and_module() -> None:
             model = step.model  # type: ignore[attr-defined]
             loss = model(step.x).square().mean()  # cells to look at
             assert loss.item() > 0
-            telemetry._not_before.clear()
+            unpaced(telemetry)
             cells = watching.next("cells", after=telemetry._now())
             holders = telemetry.modules.holdings("cpu")
             del loss
@@ -141,7 +141,7 @@ def test_the_map_covers_what_is_live() -> None:
         with Watching(interval_seconds=0.02, want=["map"], columns=40) as watching:
             step()
             telemetry = manager().telemetry
-            telemetry._not_before.clear()
+            unpaced(telemetry)
             shown = watching.next("map", after=telemetry._now())
             resident = manager().native.resident()
             live = manager().native.arena_stats()["live_bytes"]
@@ -276,7 +276,7 @@ def test_all_cells_and_events_have_a_name() -> None:
             loss = model(step.x).square().mean()
             loss.backward()
             telemetry = manager().telemetry
-            telemetry._not_before.clear()
+            unpaced(telemetry)
             telemetry._look_for_names._due = 0.0
             cells = watching.next("cells", after=telemetry._now())["cells"]
             del loss
