@@ -237,11 +237,11 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [sys.executable, "-P", "-m", "memmgr.tools.cli", "trace", "--out", "run.trace"]
     done = forkserver.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "memmgr simulate --log run.trace" in done.stderr
+    assert "memmgr simulate run.trace" in done.stderr
     names = [op.name for _, op in program(read_trace(tmp_path / "run.trace"))]
     assert names[:2] == ["aten::exp", "aten::sum"]
     capfd.readouterr()
-    assert cli.main(["simulate", "--log", str(tmp_path / "run.trace"), "--ratio", "1", "--json"]) == 0
+    assert cli.main(["simulate", str(tmp_path / "run.trace"), "--ratio", "1", "--json"]) == 0
     assert '"feasible": true' in capfd.readouterr().out
     late = forkserver.run(
         [*words, "--pass", "9", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100

@@ -107,7 +107,7 @@ def test_it_answers_for_a_device(what: str, capsys: pytest.CaptureFixture[str], 
     assert found["seconds"] == pytest.approx(found["overhead"] * found["unmanaged_seconds"])
     assert found["tier_room_bytes"] == 10**9 and 0 < found["tier_bytes"] <= 10**9
     assert read_trace(tmp_path / "x.trace").unmanaged_peak[0] == found["unmanaged_peak_bytes"]
-    assert cli.main(["simulate", "--log", str(tmp_path / "x.trace"), "--policy", "plan", "--ratio", "0.4"]) == 0
+    assert cli.main(["simulate", str(tmp_path / "x.trace"), "--policy", "plan", "--ratio", "0.4"]) == 0
 
 
 def test_budgets_are_read_as_everywhere(what: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def test_the_heavy_rank_gets_more(unequal: Path, capsys: pytest.CaptureFixture[s
     assert found["step_seconds"] == max(heavy["seconds"], light["seconds"])
     for one in (heavy, light):  # the curve is the simulator's own
         budget, seconds = one["curve"][len(one["curve"]) // 2]
-        assert cli.main(["simulate", "--log", one["trace"], "--budget", f"{budget}B", "--json"]) == 0
+        assert cli.main(["simulate", one["trace"], "--budget", f"{budget}B", "--json"]) == 0
         alone = json.loads(capsys.readouterr().out)
         assert alone["overhead"] * alone["unmanaged_seconds"] == pytest.approx(seconds)
     # No device has more than so much, and both are on one host.
@@ -102,7 +102,7 @@ def test_what_is_no_job(unequal: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "of 2 ranks 1 missing" in refused(zero, "--total", "99B")
     assert "rank 0 twice" in refused(zero, zero, "--total", "99B")
     assert "how much is there?" in refused(unequal)
-    assert "--log, --ratio" in refused(unequal, "--total", "99B", "--ratio", "0.5")
+    assert "FILE, --ratio" in refused(unequal, "--total", "99B", "--ratio", "0.5")
     assert "not all" in refused(unequal, "--total", "99B", "--policy", "all")
     assert "how much is there?" in refused(unequal, "--total", "none")
     small = refused(unequal, "--total", "3B")
@@ -116,7 +116,7 @@ def test_what_is_no_job(unequal: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert read_about(plain) == {} and "of which rank" in refused(plain, "--total", "99B")
     (tmp_path / "empty").mkdir()
     assert "no traces in this folder" in refused(tmp_path / "empty", "--total", "99B")
-    assert cli.main(["simulate", "--log", str(plain), "--sweep", "--total", "9B"]) == 2
+    assert cli.main(["simulate", str(plain), "--sweep", "--total", "9B"]) == 2
     assert "are of a --job" in capsys.readouterr().err
     assert cli.main(["simulate", "--total", "9B"]) == 2
     assert "of what?" in capsys.readouterr().err

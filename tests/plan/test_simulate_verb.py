@@ -52,7 +52,7 @@ def steps_of(path: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize("policy", ["auto", "plan", "dtr_eq", "capuchin"])
 def test_json_and_schedule(policy: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "schedule"
-    words = ("--log", file, "--format", "dtr", "--policy", policy, "--ratio", 0.7, "--schedule-out", out, "--json")
+    words = (file, "--format", "dtr", "--policy", policy, "--ratio", 0.7, "--schedule-out", out, "--json")
     assert simulate(*words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert set(shown) >= FIELDS and shown["policy"] == policy and shown["feasible"]
@@ -70,7 +70,7 @@ def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.C
     write_trace(tmp_path / "pass.trace.gz", read_dtr_log(file))
     shown = []
     for log in (file, tmp_path / "pass.trace.gz"):
-        assert simulate("--log", log, "--ratio", 0.6, "--json") == 0
+        assert simulate(log, "--ratio", 0.6, "--json") == 0
         result = json.loads(capsys.readouterr().out)
         result.pop("seconds")
         shown.append(result)
@@ -78,7 +78,7 @@ def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_table_of_all(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", small, "--policy", "all", "--ratio", 0.8, *HURRY) == 0
+    assert simulate(small, "--policy", "all", "--ratio", 0.8, *HURRY) == 0
     shown, said = capsys.readouterr()
     names = ("auto", "plan", "capuchin", "delta_taco", "dtr_eq", "dtr_local", *RECOMPUTING)
     rows = [line.split()[0] for line in shown.splitlines() if line.strip()]
@@ -89,12 +89,12 @@ def test_a_table_of_all(small: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_moves_states_is_in_the_table_of_a_cycle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = Training(8).trace()
     write_trace(tmp_path / "pass.trace", trace)
-    assert simulate("--log", tmp_path / "pass.trace", "--policy", "all", "--ratio", 0.4, "--json") == 0
+    assert simulate(tmp_path / "pass.trace", "--policy", "all", "--ratio", 0.4, "--json") == 0
     results = {r["policy"]: r for r in json.loads(capsys.readouterr().out)["results"]}
     assert results["zero_infinity"]["feasible"] and results["l2l"]["feasible"] and results["plan"]["feasible"]
     refused = results["zero_offload"]
     assert not refused["feasible"] and refused["least_bytes"] > refused["budget_bytes"]
-    words = ("--log", tmp_path / "pass.trace", "--policy", "zero_offload")
+    words = (tmp_path / "pass.trace", "--policy", "zero_offload")
     assert simulate(*words, "--budget", f"{refused['least_bytes']}B", "--json") == 0
     assert json.loads(capsys.readouterr().out)["feasible"]
     assert simulate(*words, "--ratio", 0.4) == 0
@@ -102,7 +102,7 @@ def test_what_moves_states_is_in_the_table_of_a_cycle(tmp_path: Path, capsys: py
 
 
 def test_all_with_a_link_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, "--policy", "all", "--ratio", 0.5, "--link", 0.05, "--json", *HURRY) == 0
+    assert simulate(file, "--policy", "all", "--ratio", 0.5, "--link", 0.05, "--json", *HURRY) == 0
     results = {r["policy"]: r for r in json.loads(capsys.readouterr().out)["results"]}
     assert {"auto", "plan", "offload", "dtr_eq", *OFFLOADING} <= set(results) and all(
         set(r) >= FIELDS for r in results.values()
@@ -115,7 +115,7 @@ def test_a_plan_for_a_measured_pass(tmp_path: Path, capsys: pytest.CaptureFixtur
     file = tmp_path / "pass.trace"
     trace = layers(12)
     write_trace(file, trace)
-    words = ("--log", file, "--policy", "plan", "--ratio", 0.6, "--schedule-out", tmp_path / "s", "--json")
+    words = (file, "--policy", "plan", "--ratio", 0.6, "--schedule-out", tmp_path / "s", "--json")
     assert simulate(*words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["feasible"] and 1 < shown["lower_bound"] <= shown["overhead"]
@@ -127,7 +127,7 @@ def test_a_plan_for_a_measured_pass(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_where_there_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path / "pass.trace", layers(12))
-    words = ("--log", tmp_path / "pass.trace", "--policy", "plan", "--budget", "20B", "--json")
+    words = (tmp_path / "pass.trace", "--policy", "plan", "--budget", "20B", "--json")
     assert simulate(*words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert not shown["feasible"] and "no plan" in shown["why"]
@@ -144,7 +144,7 @@ def test_with_a_link_the_schedule_is_one_too(
     policy: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--policy", policy, "--ratio", 0.7, "--link", 0.05, "--schedule-out", tmp_path / "s", "--json")
-    assert simulate("--log", file, *words) == 0
+    assert simulate(file, *words) == 0
     shown = json.loads(capsys.readouterr().out)
     trace = read_dtr_log(file)
     names = {s.name: i for i, s in enumerate(trace.storages)}
@@ -160,14 +160,14 @@ def test_a_missing_package_is_said_and_not_taken_for_a_budget_that_is_too_small(
     words: tuple[str, ...], file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)  # as if scipy were not installed
-    assert simulate("--log", file, "--policy", "checkmate", *words) == 0
+    assert simulate(file, "--policy", "checkmate", *words) == 0
     shown = capsys.readouterr().out
     assert "does not fit" not in shown
     assert shown.count("checkmate: Checkmate's program needs scipy: pip install scipy") == 1
 
 
 def test_a_pass_that_does_not_fit_is_an_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, "--budget", "1KB", "--json") == 0
+    assert simulate(file, "--budget", "1KB", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert not shown["feasible"] and shown["overhead"] is None and shown["why"] and shown["budget_bytes"] == 1000
 
@@ -176,7 +176,7 @@ def test_a_log_that_ends_inside_an_op_is_said(file: Path, tmp_path: Path, capsys
     lines = file.read_text().splitlines()
     call = next(i for i, line in enumerate(lines) if '"CALL"' in line)
     (tmp_path / "cut.log").write_text("\n".join(lines[: call + 2]))
-    assert simulate("--log", tmp_path / "cut.log", "--ratio", 1, "--json") == 0
+    assert simulate(tmp_path / "cut.log", "--ratio", 1, "--json") == 0
     assert "ends inside an op" in capsys.readouterr().err
 
 
@@ -184,10 +184,10 @@ def test_shares_of_the_need(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     """Here it is known."""
     shown = []
     for words in (["--ratio", "60%"], ["--ratio", "0.6"], ["--budget", "need*0.6"], ["--budget", "NEED * 60%"]):
-        assert simulate("--log", file, "--policy", "evict", "--json", *words) == 0
+        assert simulate(file, "--policy", "evict", "--json", *words) == 0
         shown.append(json.loads(capsys.readouterr().out)["budget_bytes"])
     assert len(set(shown)) == 1
-    assert simulate("--log", file, "--policy", "evict", "--json", "--budget", "none") == 0
+    assert simulate(file, "--policy", "evict", "--json", "--budget", "none") == 0
     assert json.loads(capsys.readouterr().out)["ratio"] == 1
 
 
@@ -195,7 +195,7 @@ def test_the_knee_of_a_policy(file: Path, capsys: pytest.CaptureFixture[str]) ->
     """The smallest of the budgets that --sweep shows, and those between them, that costs at most a tenth."""
 
     def shown(*words: str) -> dict[str, Any]:
-        assert simulate("--log", file, "--policy", "evict", "--json", *words) == 0
+        assert simulate(file, "--policy", "evict", "--json", *words) == 0
         return dict(json.loads(capsys.readouterr().out))
 
     found = shown("--budget", "auto")
@@ -224,7 +224,7 @@ def test_the_knee_of_a_policy(file: Path, capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_errors_are_one_line(words: list[str], says: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, *words) == 2
+    assert simulate(file, *words) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
 
@@ -234,7 +234,7 @@ def test_a_trace_of_an_older_version_is_one_line(tmp_path: Path, capsys: pytest.
     head, rest = (tmp_path / "pass.trace").read_text().split("\n", 1)
     assert '"memmgr_trace":2' in head
     (tmp_path / "pass.trace").write_text(head.replace('"memmgr_trace":2', '"memmgr_trace":1') + "\n" + rest)
-    assert simulate("--log", tmp_path / "pass.trace", "--ratio", 0.5) == 2
+    assert simulate(tmp_path / "pass.trace", "--ratio", 0.5) == 2
     said = capsys.readouterr().err
     assert "pass.trace: trace version 1; this memmgr reads version 2" in said and said.count("\n") == 1
 
@@ -245,7 +245,7 @@ def test_a_trace_of_an_older_version_is_one_line(tmp_path: Path, capsys: pytest.
 def test_bad_files_are_one_line(content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if content is not None:
         (tmp_path / "bad.log").write_bytes(content)
-    assert simulate("--log", tmp_path / "bad.log", "--format", "dtr", "--ratio", 0.5) == 2
+    assert simulate(tmp_path / "bad.log", "--format", "dtr", "--ratio", 0.5) == 2
     said = capsys.readouterr().err
     assert "bad.log" in said and said.count("\n") == 1
 
@@ -254,12 +254,12 @@ def test_bad_files_are_one_line(content: bytes | None, tmp_path: Path, capsys: p
 
 
 def test_a_sweep_is_a_curve_that_its_single_budgets_lie_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, "--policy", "plan", "--sweep", "--json") == 0
+    assert simulate(file, "--policy", "plan", "--sweep", "--json") == 0
     curve = json.loads(capsys.readouterr().out)["sweep"]
     assert [one["ratio"] for one in curve] == [tenths / 10 for tenths in range(10, 0, -1)]
     assert curve[0]["overhead"] == 1.0 and curve[5]["overhead"] > 1.0 and not curve[-1]["feasible"]
     assert all(one["lower_bound"] <= one["overhead"] for one in curve if one["feasible"])
-    assert simulate("--log", file, "--policy", "plan", "--ratio", "60%", "--json") == 0
+    assert simulate(file, "--policy", "plan", "--ratio", "60%", "--json") == 0
     alone = json.loads(capsys.readouterr().out)
     assert {**alone, "seconds": 0} == {**curve[4], "seconds": 0}
 
@@ -277,7 +277,7 @@ def test_the_plan_is_no_slower_in_more_memory(
     monkeypatch.setattr(verb, "_simulate", unlucky)
     curves = {}
     for policy in ("plan", "dtr_eq"):
-        assert simulate("--log", file, "--policy", policy, "--sweep", "--json") == 0
+        assert simulate(file, "--policy", policy, "--sweep", "--json") == 0
         curves[policy] = json.loads(capsys.readouterr().out)["sweep"]
     better, smaller = curves["plan"][4:6]
     kept = ("ratio", "budget_bytes", "lower_bound", "seconds")
@@ -287,7 +287,7 @@ def test_the_plan_is_no_slower_in_more_memory(
 
 
 def test_a_sweep_in_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", network(2, depth=10).write(tmp_path / "pass.log"), "--sweep") == 0
+    assert simulate(network(2, depth=10).write(tmp_path / "pass.log"), "--sweep") == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 13 and max(map(len, shown)) <= 80
     bars = [line.count("#") for line in shown[3:]]
@@ -306,7 +306,7 @@ def simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("simulated_once")
 def test_a_sweep_of_all_has_a_row_a_system_and_the_bound_below(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", small, "--sweep", "--policy", "all", *HURRY) == 0
+    assert simulate(small, "--sweep", "--policy", "all", *HURRY) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:] if line.strip("-─━ ")]
     assert head == [f"{tenths}0%" for tenths in range(10, 0, -1)]
     table = {name: [float(x) if x != "-" else None for x in factors] for name, *factors in rows}
@@ -320,14 +320,14 @@ def test_a_sweep_of_all_has_a_row_a_system_and_the_bound_below(small: Path, caps
 def test_a_sweep_has_a_picture(name: str, magic: bytes, small: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the package matplotlib is not installed (the extra `demo`)")
     out = tmp_path / name
-    assert simulate("--log", small, "--sweep", "--policy", "all", "--picture", out, *HURRY) == 0
+    assert simulate(small, "--sweep", "--policy", "all", "--picture", out, *HURRY) == 0
     assert out.read_bytes().startswith(magic)
 
 
 def test_where_nothing_fits_the_picture_says_so(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the package matplotlib is not installed (the extra `demo`)")
     out = tmp_path / "curve.svg"
-    assert simulate("--log", file, "--sweep", "--picture", out) == 0
+    assert simulate(file, "--sweep", "--picture", out) == 0
     assert "<!-- does not fit -->" in out.read_text()
 
 
@@ -338,12 +338,12 @@ def test_the_default_is_what_a_live_run_does(
     if kind == "trace":
         file = tmp_path / "run.trace"
         write_trace(file, layers(12))
-    assert simulate("--log", file, "--ratio", "90%", "--json") == 0
+    assert simulate(file, "--ratio", "90%", "--json") == 0
     assert json.loads(capsys.readouterr().out)["policy"] == policy
 
 
 def test_a_system_that_is_almost_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, "--ratio", "0.6", "--policy", "chekmate") == 2
+    assert simulate(file, "--ratio", "0.6", "--policy", "chekmate") == 2
     assert "did you mean 'checkmate'?" in capsys.readouterr().err
 
 
@@ -362,7 +362,7 @@ def test_what_a_sweep_does_not_go_with(
     words: tuple[str, ...], says: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = file.read_bytes()
-    assert simulate("--log", file, *(word.format(log=file) for word in words)) == 2
+    assert simulate(file, *(word.format(log=file) for word in words)) == 2
     shown = capsys.readouterr().err
     assert says in shown and len(shown.splitlines()) == 1 and file.read_bytes() == before
 
@@ -379,7 +379,7 @@ def test_a_file_that_is_no_trace(
     head: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x").write_text(json.dumps(head, separators=(",", ":")) + '\n{"end":0}\n')
-    assert simulate("--log", tmp_path / "x", "--ratio", "0.5") == 2
+    assert simulate(tmp_path / "x", "--ratio", "0.5") == 2
     shown = capsys.readouterr().err
     assert says in shown and len(shown.splitlines()) == 1
 
@@ -388,6 +388,6 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert simulate("--log", file, "--sweep") == 0 and "100%" in capsys.readouterr().out
-    assert simulate("--log", file, "--sweep", "--picture", "curve.png") == 2
+    assert simulate(file, "--sweep") == 0 and "100%" in capsys.readouterr().out
+    assert simulate(file, "--sweep", "--picture", "curve.png") == 2
     assert "pip install '.[demo]'" in capsys.readouterr().err

@@ -1,9 +1,9 @@
 """Run a policy over a recorded pass: the cost of a budget, before any training.
 
-    memmgr simulate --log run.trace --ratio 60%              the planner
-    memmgr simulate --log run.trace --ratio 60% --policy all     a table
-    memmgr simulate --log run.trace --sweep --picture sweep.png
-    memmgr simulate --job traces --total 48GB     the best budget of each rank
+    memmgr simulate run.trace --ratio 60%                the planner
+    memmgr simulate run.trace --ratio 60% --policy all   a table
+    memmgr simulate run.trace --sweep --picture sweep.png
+    memmgr simulate --job traces --total 48GB            each rank's best budget
 
 The pass is a file of memmgr trace, or an operator log of DTR. Policies are plan (the default: a live run follows it from
 about its third step), auto (a live run before it has a plan), the published systems, and every name that
@@ -115,7 +115,7 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("--log", type=Path, metavar="FILE", help="the pass")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the pass")
     parser.add_argument("--format", choices=("dtr", "trace"), help="default: by the file's contents")
     parser.add_argument(
         "--policy",
@@ -160,24 +160,24 @@ def _run(args: argparse.Namespace) -> int:
     LIMIT_SECONDS.set(args.solver_seconds)
     if args.job is not None:
         return _job(args)
-    if args.log is None:
-        raise UsageError("of what? --log FILE of a pass, --job FILE ... of the ranks of a distributed job")
+    if args.file is None:
+        raise UsageError("of what? FILE of a pass, --job FILE ... of the ranks of a distributed job")
     if args.ratio is None and args.budget is None and not args.sweep:
         raise UsageError("in how much? --ratio 0.6, --budget 12GB or --sweep")
     if args.total or args.host_total or args.limit:
         raise UsageError("--total, --host-total and --limit are of a --job")
     if args.schedule_out is not None:
-        check_output(args.schedule_out, "--schedule-out", [args.log])
+        check_output(args.schedule_out, "--schedule-out", [args.file])
     share = parse_share(args.ratio).share if args.ratio is not None else None
     if args.budget is not None:
         parse_budget(args.budget, what="--budget")
     if args.policy not in (None, "all"):
         _policy(args.policy, None)
-    trace = _read(args.log, args.format)
+    trace = _read(args.file, args.format)
     if not trace.ops:
-        raise UsageError(f"{args.log}: no ops")
+        raise UsageError(f"{args.file}: no ops")
     if not trace.complete:
-        print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
+        print(f"memmgr simulate: {args.file} ends inside an op, which is left out", file=sys.stderr)
     if args.policy is None:
         args.policy = "auto" if trace.copy_on_write else "plan"
     peak = trace.unmanaged_peak[0]
@@ -215,9 +215,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> int:
     """The budgets of a job's ranks."""
-    if args.log or args.ratio or args.budget or args.sweep or args.format:
+    if args.file or args.ratio or args.budget or args.sweep or args.format:
         raise UsageError(
-            "--job takes --total, --host-total or --limit; --log, --ratio, --budget, --sweep and --format are of one pass"
+            "--job takes --total, --host-total or --limit; FILE, --ratio, --budget, --sweep and --format are of one pass"
         )
     if args.policy == "all":
         raise UsageError("--job needs one policy, not all")
@@ -255,7 +255,7 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     if args.picture:
         points = [[plot.Point(r.ratio, r.overhead, r.lower_bound, r.policy) for r in row] for row in found]
         plot.slowdown(
-            points, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
+            points, args.picture, f"{args.file.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
         )
     if args.json:
         print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))

@@ -2,7 +2,7 @@
 
     memmgr trace --out run.trace train.py --lr 3e-4
     memmgr trace --out run.trace.gz --pass 5 --budget 12GB -m package.train
-    memmgr simulate --log run.trace --policy all --ratio 0.6
+    memmgr simulate run.trace --policy all --ratio 0.6
     torchrun --nproc-per-node 2 --no-python \\
         memmgr trace --out run.trace train.py        a file for each rank
 
@@ -100,7 +100,7 @@ def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]
     name = str(traced.path) if os.path.isabs(args.out) else os.path.relpath(traced.path)
     said = f"{name}: {len(trace.ops):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms."
     if log_path(args.trace) == Path(args.trace):  # no rank
-        return [f"{said} Next:", f"  memmgr simulate --log {shlex.quote(name)} --policy all --ratio 0.6"]
+        return [f"{said} Next:", f"  memmgr simulate {shlex.quote(name)} --policy all --ratio 0.6"]
     if os.environ.get("RANK") != "0":
         return [said]
     total = -(-peak * local_ranks() * 6 // 10_000_000)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, decide: Decide) -> int:
         ValueError, TraceError, OSError: a size or a file that makes no sense.
     """
     if args.schedule_out:
-        raise Refused("--schedule-out is of one trace: memmgr simulate --log")
+        raise Refused("--schedule-out is of one trace: memmgr simulate FILE")
     ranks = _ranks(_files(args.job))
     limits = _limits(args, ranks)
     with ProgressBar(len(ranks) * (len(TENTHS) + 1 + 2 * ROUNDS)) as progress:
@@ -159,7 +159,7 @@ def _ranks(files: Iterable[Path]) -> list[Rank]:
     if missing:
         raise Refused(f"of {world} ranks {', '.join(missing)} missing: the slowest may be among them")
     if world < 2:
-        raise Refused(f"{first.path} is one rank alone: memmgr simulate --log {first.path} --sweep")
+        raise Refused(f"{first.path} is one rank alone: memmgr simulate {first.path} --sweep")
     return ordered
 
 

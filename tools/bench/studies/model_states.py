@@ -240,7 +240,7 @@ def published(args: argparse.Namespace) -> dict[str, Any]:
         print(f"\npublished: {peak / 1e6:,.0f} MB, {trace.seconds:.3f} s, {len(trace.ops):,} ops, a link of {rates}")
         print(f"  {'':5}{'bound':>14}" + "".join(f"{name:>14}" for name in PUBLISHED))
         for share in limits:
-            words = ["--log", str(path), "--policy", "all", "--ratio", share, "--json"]
+            words = [str(path), "--policy", "all", "--ratio", share, "--json"]
             command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "simulate", *words]
             told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             rows = {row["policy"]: row for row in told["results"]}
