@@ -111,6 +111,12 @@ def _silent(seconds: float) -> float:
     return float(seconds)
 
 
+def _flag(value: bool, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{what}: expected True or False; got {value!r}")
+    return value
+
+
 class budget:
     """Trains under a byte budget: the same bits, in less memory.
 
@@ -175,6 +181,7 @@ class budget:
 
     Raises:
         ValueError: a size, policy or folder that is not one.
+        TypeError: a size of another type, or a switch that is neither True nor False.
         NotImplementedError: a device that this version cannot manage.
         BudgetError: on entering, when the memory in use already exceeds the limit; later, when no more tensor can be
             evicted.
@@ -231,14 +238,14 @@ class budget:
             folder=folder,
             disk_bytes=-(-disk_bytes // local_ranks()),
             policy=policy if isinstance(policy, Policy) else parse_policy(policy),
-            verify=verify,
-            quiet=quiet,
+            verify=_flag(verify, "verify"),
+            quiet=_flag(quiet, "quiet"),
             throttle=_throttle,
             small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
             placement=parse_placement(_placement or default_placement(self._device.type)),
             plan=_plan,
-            prefetch=prefetch,
-            lines=lines,
+            prefetch=_flag(prefetch, "prefetch"),
+            lines=_flag(lines, "lines"),
             log=None if log is None else _file(log, "log"),
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
             trace_pass=_pass(trace_pass),

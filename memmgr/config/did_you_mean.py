@@ -12,6 +12,7 @@ def meant(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
     Args:
         cutoff: how like it a word has to be, from 0 to 1 (difflib's ratio): more, where all have a beginning in common.
     """
-    names = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+    word, names = word.lower(), {one.lower(): one for one in known}
+    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    near = near or [name for name in names if sorted(name) == sorted(word)]  # two letters of a short one are exchanged
     return f"; did you mean {names[near[0]]!r}?" if near else ""

@@ -30,7 +30,7 @@ _BINARY = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10
 
 def _accepted(whole: int | None, *more: str) -> str:
     """The accepted forms; a percentage only where it has a meaning."""
-    found = ['"12GB" (10^9 bytes each)', '"12GiB" (2^30 bytes each)', '"500MB"', "a number of bytes (12_000_000_000)"]
+    found = ['"12GB" (10^9)', '"12GiB" (2^30)', "a number of bytes"]
     found += [] if whole is None else ['"80%"']
     *others, last = [*found, *more]
     return f"{', '.join(others)} or {last}"
@@ -64,7 +64,7 @@ def parse_size(
 
     Raises:
         SizeError: not a size, or not positive; the text shows the accepted forms.
-        ValueError: so small a number without a unit that the unit was most likely forgotten; the text has a guess.
+        ValueError: not a size, and the text has a guess: at one that is misspelt, or at a forgotten unit.
         TypeError: not an int or a string.
     """
     accepted = _accepted(whole, *more)
@@ -82,7 +82,7 @@ def parse_size(
         raise SizeError(f"{what}: {value!r} is empty", accepted)
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)", text)
     if not match:
-        raise SizeError(f"{what}: cannot read {value!r} as a size", accepted)
+        raise _unreadable(f"{what}: cannot read {value!r} as a size", text, accepted)
     number, unit = float(match[1]), match[2]
     if unit == "%":
         if whole is None:
@@ -92,13 +92,21 @@ def parse_size(
         return max(1, int(whole * number / 100))
     factor = _UNITS.get(unit.upper())
     if factor is None:
-        raise SizeError(f"{what}: unknown unit {unit!r} in {value!r}", accepted)
+        raise _unreadable(f"{what}: unknown unit {unit!r} in {value!r}", text, accepted)
     size = int(match[1]) if not unit and match[1].isdigit() else int(number * factor)
     if size <= 0:
         raise SizeError(f"{what}: {value!r} is not a positive size", accepted)
     if not unit:
         _refuse_bare(number, what)
     return size
+
+
+def _unreadable(why: str, text: str, accepted: str) -> ValueError:
+    """The error of a text that is no size: with a guess (`12 gigs`, `1,5GB`), or with the accepted forms."""
+    near = re.match(r"([0-9]+(?:[.,][0-9]+)?)\s*([kmgtp])", text.lower())
+    if near is None:
+        return SizeError(why, accepted)
+    return ValueError(f"{why}; was {near[1].replace(',', '.')}{near[2].upper()}B meant?")
 
 
 def _refuse_bare(number: float, what: str) -> None:
@@ -164,8 +172,8 @@ MOST_SHARE = 2.0
 
 _OF_A_RUN = (
     '"need*60%" (of what the run needs)',
-    '"auto" (the knee of its cost)',
-    '"device" (all that is free on the device)',
+    '"auto"',
+    '"device" (all that is free)',
     NO_LIMIT,
 )
 _WORDS = ("auto", "need", "none", "device")
