@@ -305,6 +305,8 @@ class PagerRuntime:
                     self._purposes.look_for_new()
             finally:
                 self._final = self.figures.freeze()
+            if is_slow(self._final) and (unlike := self.plans.why_unlike(self._final["passes"])):
+                self._happened("no_plan", text=unlike)
             if self._sizing is not None:
                 self._sizing.close(self._final)
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
@@ -312,11 +314,11 @@ class PagerRuntime:
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
             slow = []
             if is_slow(self._final):
-                reason = self.plans.why_unlike(self._final["passes"]) or self._no_plan
+                reason = self._no_plan
                 reason = "the next line says at which op passes left the plan" if left else reason
                 slow = [why_slow(self._final, binary=self.config.binary, reason=reason)]
             graphs = self._graphs.lines(binary=self.config.binary)
-            more = [*slow, *left, *graphs, *self.leak_texts()]
+            more = [*self.leak_texts(), *slow, *left, *graphs]
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)
         for text in (
             *self.telemetry.complaints(),

@@ -27,7 +27,7 @@ from memmgr.telemetry import stream
 from memmgr.telemetry.consumers import log_path
 from memmgr.tools.view.last_error import explain
 
-from .reading import LIMIT, Watching, manager, training, unpaced, wait_until
+from .reading import LIMIT, Net, Watching, manager, training, unpaced, wait_until
 
 CHILD = """
 import sys, time, torch, memmgr
@@ -338,6 +338,21 @@ def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
             written += 1
     log.close()
     assert written == Log.MOST_CELL_LINES
+
+
+def test_the_log_of_passes_that_all_differ_says_why_they_have_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memmgr.runtime.session.is_slow", lambda stats: True)
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log):
+        model = Net()
+        for rows in range(1024, 1040):
+            model(torch.randn(rows, 64)).square().mean().backward()
+    why = [line["text"] for line in _lines(log) if line["type"] == "event" and line["what"] == "no_plan"]
+    assert why and re.fullmatch(r"1\d were unlike all earlier ones \(pad changing shapes to a few sizes\)", why[-1]), (
+        why
+    )
 
 
 def test_the_first_samples_of_a_log_follow_the_passes(tmp_path: Path) -> None:

@@ -212,9 +212,11 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
             f"proposal: {show_size(made.budget_bytes)}, {made.share} % of the need: simulated {_factor(made.simulated)}, "
             f"measured {_factor(made.measured)} over {made.passes} passes\n  {_command(args, show_size(made.budget_bytes))}"
         )
-    elif any(at.measured is not None for at in tuned.curve):
+    elif tried := [at for at in tuned.curve if at.measured is not None]:
+        best = _command(args, show_size(min(tried, key=lambda at: at.measured or 0.0).budget_bytes), log="run.jsonl")
         print(
-            f"no proposal: each budget that was run is slower than {_factor(tuned.most)}. See memmgr report for the reasons"
+            f"no proposal: each budget that was run is slower than {_factor(tuned.most)}. The report of a run says why:\n"
+            f"  {best}\n  memmgr report run.jsonl"
         )
     else:
         why = next((at.why for at in tuned.curve if at.why), "no smaller budget is predicted to hold")
@@ -231,9 +233,9 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
         print(f"{show_size(tuned.device_bytes)} are free here, so the script also runs without a budget")
 
 
-def _command(args: argparse.Namespace, budget: str, arguments: list[str] | None = None) -> str:
-    """The command of the proposal."""
-    own = argparse.Namespace(**{**vars(args), "disk_size": None, "host": None, "log": None, "verify": False})
+def _command(args: argparse.Namespace, budget: str, arguments: list[str] | None = None, log: str | None = None) -> str:
+    """The command that runs the script in a budget."""
+    own = argparse.Namespace(**{**vars(args), "disk_size": None, "host": None, "log": log, "verify": False})
     own.arguments = args.arguments if arguments is None else arguments
     return run_verb.command(own, budget=budget.replace(" ", ""))
 
