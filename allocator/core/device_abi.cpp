@@ -145,11 +145,9 @@ int mm_device_delay(mm_device* device, uint64_t nanoseconds, mm_stream stream) {
   return OnKernels(device, [&](auto& kernels) { return kernels.Delay(nanoseconds, stream); });
 }
 
-int mm_device_same(mm_device* device, const void* a, const void* b, size_t bytes, mm_stream stream, int* same) {
-  bool found = false;
-  const int error = OnKernels(device, [&](auto& kernels) { return kernels.Same(a, b, bytes, stream, &found); });
-  *same = found;
-  return error;
+int mm_device_compare(mm_device* device, const void* first, const void* second, size_t bytes, int fill,
+                      mm_stream stream, unsigned* found) {
+  return OnKernels(device, [&](auto& kernels) { return kernels.Compare(first, second, bytes, fill, stream, found); });
 }
 
 int mm_device_sum(mm_device* device, const void* p, size_t bytes, mm_stream stream, uint64_t* sum) {

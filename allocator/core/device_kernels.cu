@@ -59,18 +59,43 @@ MEMMGR_KERNEL_PART uint64_t SumOf(const unsigned char* p, uint64_t bytes, Share 
   return sum;
 }
 
-MEMMGR_KERNEL_PART bool DiffersIn(const unsigned char* a, const unsigned char* b, uint64_t bytes, Share mine) {
-  const uint64_t pairs = Aligned(a) && Aligned(b) ? bytes / sizeof(Pair) : 0;
-  const Pair* left = reinterpret_cast<const Pair*>(a);
-  const Pair* right = reinterpret_cast<const Pair*>(b);
-  uint64_t difference = 0;
+// One half of 8 bytes, of the first result and of the second: bits of mm_compared (memmgr/device.h).
+MEMMGR_KERNEL_PART uint32_t CompareHalf(uint32_t first, uint32_t second, uint64_t filled) {
+  const bool equal = first == second, left_alone = second == filled;
+  return (equal ? 0u : 1u) | (left_alone ? 2u : 8u) | (equal || left_alone ? 0u : 4u);
+}
+
+MEMMGR_KERNEL_PART uint32_t CompareWord(uint64_t first, uint64_t second, uint64_t filled) {
+  return CompareHalf(static_cast<uint32_t>(first), static_cast<uint32_t>(second), filled) |
+         CompareHalf(static_cast<uint32_t>(first >> 32), static_cast<uint32_t>(second >> 32), filled);
+}
+
+// The 4 bytes at this place, with those of `filled` behind the block's end.
+MEMMGR_KERNEL_PART uint32_t HalfAt(const unsigned char* p, uint64_t bytes, uint64_t at, uint64_t filled) {
+  uint32_t half = 0;
+  for (uint64_t i = 0; i < sizeof half; ++i) {
+    const uint64_t byte = sizeof half * at + i;
+    half |= uint32_t{byte < bytes ? p[byte] : static_cast<unsigned char>(filled)} << (8 * i);
+  }
+  return half;
+}
+
+// `filled`: the 4 bytes that the second block was full of before it was written; above 2^32: it was full of nothing.
+MEMMGR_KERNEL_PART uint32_t CompareIn(const unsigned char* first, const unsigned char* second, uint64_t bytes,
+                                      uint64_t filled, Share mine) {
+  const uint64_t pairs = Aligned(first) && Aligned(second) ? bytes / sizeof(Pair) : 0;
+  const Pair* left = reinterpret_cast<const Pair*>(first);
+  const Pair* right = reinterpret_cast<const Pair*>(second);
+  uint32_t found = 0;
   MEMMGR_UNROLL
   for (uint64_t i = mine.number; i < pairs; i += mine.of) {
-    const Pair one = left[i], other = right[i];
-    difference |= (one.first ^ other.first) | (one.second ^ other.second);
+    const Pair one = left[i], two = right[i];
+    found |= CompareWord(one.first, two.first, filled) | CompareWord(one.second, two.second, filled);
   }
-  for (uint64_t i = sizeof(Pair) * pairs + mine.number; i < bytes; i += mine.of) difference |= a[i] ^ b[i];
-  return difference != 0;
+  const uint64_t halves = (bytes + 3) / 4;
+  for (uint64_t i = 4 * pairs + mine.number; i < halves; i += mine.of)
+    found |= CompareHalf(HalfAt(first, bytes, i, filled), HalfAt(second, bytes, i, filled), filled);
+  return found;
 }
 
 // `word` holds the byte eight times.
@@ -90,17 +115,19 @@ static __device__ __forceinline__ memmgr_kernels::Share Mine() {
   return {blockIdx.x * uint64_t{blockDim.x} + threadIdx.x, gridDim.x * uint64_t{blockDim.x}};
 }
 
-// Adds the sum to *result. The number of threads of a block is a multiple of 32.
+// The number of threads of a block is a multiple of 32. Adds the sum to *result.
 extern "C" __global__ void mm_sum(const unsigned char* p, uint64_t bytes, unsigned long long* result) {
   unsigned long long sum = memmgr_kernels::SumOf(p, bytes, Mine());
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_down_sync(0xFFFFFFFFu, sum, lanes);
   if (threadIdx.x % 32 == 0) atomicAdd(result, sum);
 }
 
-// *result becomes 1 where the blocks differ, and stays as it is where they do not.
-extern "C" __global__ void mm_same(const unsigned char* a, const unsigned char* b, uint64_t bytes,
-                                   unsigned long long* result) {
-  if (memmgr_kernels::DiffersIn(a, b, bytes, Mine())) *result = 1;
+// Adds the bits of mm_compared to *result.
+extern "C" __global__ void mm_compare(const unsigned char* first, const unsigned char* second, uint64_t bytes,
+                                      uint64_t filled, unsigned long long* result) {
+  unsigned found = memmgr_kernels::CompareIn(first, second, bytes, filled, Mine());
+  for (int lanes = 16; lanes > 0; lanes /= 2) found |= __shfl_down_sync(0xFFFFFFFFu, found, lanes);
+  if (threadIdx.x % 32 == 0 && found != 0) atomicOr(result, static_cast<unsigned long long>(found));
 }
 
 extern "C" __global__ void mm_fill(unsigned char* p, uint64_t bytes, uint64_t word) {

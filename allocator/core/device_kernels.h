@@ -41,7 +41,8 @@ class DeviceKernels {
   int Fill(void* p, unsigned char byte, uint64_t bytes, CUstream stream);
   int Delay(uint64_t nanoseconds, CUstream stream);
   // These return when the stream has reached the result.
-  int Same(const void* a, const void* b, uint64_t bytes, CUstream stream, bool* same);
+  // `fill` below 0: `second` was full of nothing. `found`: bits of mm_compared.
+  int Compare(const void* first, const void* second, uint64_t bytes, int fill, CUstream stream, unsigned* found);
   int Sum(const void* p, uint64_t bytes, CUstream stream, uint64_t* sum);
   // Only queues the sum. Each begun sum is ended or dropped once.
   int BeginSum(const void* p, uint64_t bytes, CUstream stream, mm_sum** out);
@@ -66,6 +67,7 @@ class DeviceKernels {
     CUdeviceptr a;
     CUdeviceptr b;  // 0: a sum is taken of `a`
     uint64_t bytes;
+    uint64_t filled = 0;  // as of the kernel mm_compare
   };
 
   CUresult Launch(CUfunction function, uint64_t bytes, CUstream stream, void** arguments);
@@ -85,7 +87,7 @@ class DeviceKernels {
   const int ordinal_;
   std::atomic<int> state_{kUnknown};
   CUmodule module_ = nullptr;
-  CUfunction sum_ = nullptr, same_ = nullptr, fill_ = nullptr, word_ = nullptr, delay_ = nullptr;
+  CUfunction sum_ = nullptr, compare_ = nullptr, fill_ = nullptr, word_ = nullptr, delay_ = nullptr;
   CUdeviceptr words_ = 0;
   uint64_t* fetched_ = nullptr;  // the words' page-locked copies
 

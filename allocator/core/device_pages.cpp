@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 namespace memmgr {
@@ -18,6 +19,8 @@ constexpr size_t kUsualPage = size_t{2} << 20;
 constexpr size_t kFramesPerPage = 8;
 constexpr size_t kMostPage = size_t{64} << 20;
 constexpr uint64_t kManyBytes = uint64_t{256} << 20;
+constexpr int kAccessTries = 2000;
+constexpr std::chrono::milliseconds kAccessPause{1};
 
 CUdeviceptr Address(void* at) { return reinterpret_cast<CUdeviceptr>(at); }
 
@@ -142,6 +145,16 @@ void* DevicePages::Reserve(size_t bytes) {
   return reinterpret_cast<void*>(base_);
 }
 
+// The driver of WSL 2 has been seen to answer NOT_READY while other work is queued: it is asked again, for two seconds.
+CUresult DevicePages::GrantAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc* to, size_t count) {
+  CUresult error = driver_.MemSetAccess(at, bytes, to, count);
+  for (int tries = 0; error == CUDA_ERROR_NOT_READY && tries < kAccessTries; ++tries) {
+    std::this_thread::sleep_for(kAccessPause);
+    error = driver_.MemSetAccess(at, bytes, to, count);
+  }
+  return error;
+}
+
 int DevicePages::Allow(int peer_ordinal) {
   std::lock_guard hold(lock_);
   if (mapped_ == nullptr) return -1;
@@ -153,7 +166,7 @@ int DevicePages::Allow(int peer_ordinal) {
   const CUmemAccessDesc peer = AccessOf(peer_ordinal);
   for (uint64_t page = 0; (page = mapped_->Next(page, pages_, true)) < pages_;) {
     const uint64_t end = mapped_->Next(page, pages_, false);
-    const CUresult error = Noted(driver_.MemSetAccess(At(page), (end - page) * ops_.page_bytes, &peer, 1));
+    const CUresult error = Noted(GrantAccess(At(page), (end - page) * ops_.page_bytes, &peer, 1));
     if (error != CUDA_SUCCESS) return error;
     page = end;
   }
@@ -161,7 +174,7 @@ int DevicePages::Allow(int peer_ordinal) {
     const CUdeviceptr at = *frame;
     size_t bytes = 0;
     for (; frame != at_frames_.end() && *frame == at + bytes; ++frame) bytes += ops_.frame_bytes;
-    const CUresult error = Noted(driver_.MemSetAccess(at, bytes, &peer, 1));
+    const CUresult error = Noted(GrantAccess(at, bytes, &peer, 1));
     if (error != CUDA_SUCCESS) return error;
   }
   access_.push_back(peer);
@@ -213,7 +226,7 @@ int DevicePages::MapFrames(CUdeviceptr at, const uint64_t* frames, size_t count)
     error = driver_.MemMap(at + mapped * bytes, bytes, 0, frames[mapped], 0);
   if (error != CUDA_SUCCESS) --mapped;
   counts_.maps += mapped;
-  if (error == CUDA_SUCCESS) error = driver_.MemSetAccess(at, count * bytes, access_.data(), access_.size());
+  if (error == CUDA_SUCCESS) error = GrantAccess(at, count * bytes, access_.data(), access_.size());
   if (error == CUDA_SUCCESS) {
     for (size_t i = 0; i < count; ++i) at_frames_.insert(at + i * bytes);
     return 0;
@@ -304,9 +317,7 @@ int DevicePages::Commit(CUdeviceptr at, size_t bytes) {
     error = MapPage(page);
     if (error == CUDA_SUCCESS) mapped_->Set(page, page + 1);
   }
-  if (error == CUDA_SUCCESS) {
-    error = driver_.MemSetAccess(at, bytes, access_.data(), access_.size());
-  }
+  if (error == CUDA_SUCCESS) error = GrantAccess(at, bytes, access_.data(), access_.size());
   if (error != CUDA_SUCCESS) UnmapPages(first, end);  // no work has seen them
   return DriverErrno(Noted(error));
 }

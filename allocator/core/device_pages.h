@@ -69,6 +69,7 @@ class DevicePages {
   int Decommit(CUdeviceptr at, size_t bytes);
   void Release(CUdeviceptr base, size_t bytes);
   CUresult MapPage(uint64_t page);
+  CUresult GrantAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc* to, size_t count);
   using Kept = std::vector<CUmemGenericAllocationHandle>;
   CUmemGenericAllocationHandle TakeHandle(Kept* kept, Kept* other, size_t bytes, CUresult* error);
   uint64_t TakeFrame();

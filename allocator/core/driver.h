@@ -20,7 +20,6 @@ using CUevent = struct CUevent_st*;
 using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
 using CUmemGenericAllocationHandle = unsigned long long;
-using CUhostFn = void (*)(void*);
 
 enum : int {
   CUDA_SUCCESS = 0,
@@ -108,7 +107,6 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(MemHostUnregister, "cuMemHostUnregister", (void*))                                                                \
   X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t, CUstream))                    \
   X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t, CUstream))                          \
-  X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CUdeviceptr to, CUdeviceptr from, size_t, CUstream))                    \
   X(MemcpyAsync, "cuMemcpyAsync", (CUdeviceptr to, CUdeviceptr from, size_t, CUstream))                               \
   X(StreamCreate, "cuStreamCreate", (CUstream*, unsigned flags))                                                      \
   X(StreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                                  \
@@ -122,8 +120,7 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(EventQuery, "cuEventQuery", (CUevent))                                                                            \
   X(EventSynchronize, "cuEventSynchronize", (CUevent))                                                                \
   X(EventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent start, CUevent end))                        \
-  X(EventDestroy, "cuEventDestroy_v2", (CUevent))                                                                     \
-  X(LaunchHostFunc, "cuLaunchHostFunc", (CUstream, CUhostFn, void* user))
+  X(EventDestroy, "cuEventDestroy_v2", (CUevent))
 
 // A driver without one of these is used all the same; the member is NULL then.
 #define MEMMGR_OPTIONAL_DRIVER_CALLS(X)                                                                           \

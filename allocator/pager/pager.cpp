@@ -66,6 +66,7 @@
 #include "plan/op_in_timeline.cpp"
 #include "plan/timeline.cpp"
 #include "pools/capturing.cpp"
+#include "pools/compared.cpp"
 #include "pools/cpu_arena.cpp"
 #include "pools/device_pool.cpp"
 #include "pools/pool.cpp"

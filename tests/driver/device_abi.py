@@ -67,7 +67,7 @@ _SIGNATURES = {
     "mm_device_has_kernels": (c.c_int, [_P]),
     "mm_device_delay": (c.c_int, [_P, c.c_uint64, _P]),
     "mm_device_fill": (c.c_int, [_P, _P, c.c_int, c.c_size_t, _P]),
-    "mm_device_same": (c.c_int, [_P, _P, _P, c.c_size_t, _P, c.POINTER(c.c_int)]),
+    "mm_device_compare": (c.c_int, [_P, _P, _P, c.c_size_t, c.c_int, _P, c.POINTER(c.c_uint)]),
     "mm_device_sum": (c.c_int, [_P, _P, c.c_size_t, _P, c.POINTER(c.c_uint64)]),
     "mm_device_sum_begin": (c.c_int, [_P, _P, c.c_size_t, _P, c.POINTER(_P)]),
     "mm_device_sum_end": (c.c_int, [_P, _P, c.POINTER(c.c_uint64)]),

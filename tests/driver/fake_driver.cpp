@@ -1306,7 +1306,7 @@ CUresult cuEventDestroy_v2(CUevent event_handle) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* user) {
+CUresult cuLaunchHostFunc(CUstream handle, void (*function)(void*), void* user) {
   BEGIN("cuLaunchHostFunc");
   STREAM(stream, handle);
   if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -1366,15 +1366,15 @@ Launched LaunchedSum(void** arguments, uint64_t threads) {
           {{p, p + bytes}, {result, result + sizeof(uint64_t)}}};
 }
 
-Launched LaunchedSame(void** arguments, uint64_t threads) {
+Launched LaunchedCompare(void** arguments, uint64_t threads) {
   const auto a = Argument<CUdeviceptr>(arguments, 0), b = Argument<CUdeviceptr>(arguments, 1);
-  const auto bytes = Argument<uint64_t>(arguments, 2);
-  const auto result = Argument<CUdeviceptr>(arguments, 3);
+  const auto bytes = Argument<uint64_t>(arguments, 2), filled = Argument<uint64_t>(arguments, 3);
+  const auto result = Argument<CUdeviceptr>(arguments, 4);
   return {[=] {
             ForEachThread(threads, [&](memmgr_kernels::Share share) {
-              if (memmgr_kernels::DiffersIn(reinterpret_cast<const unsigned char*>(a),
-                                            reinterpret_cast<const unsigned char*>(b), bytes, share))
-                *reinterpret_cast<uint64_t*>(result) = 1;
+              *reinterpret_cast<uint64_t*>(result) |= memmgr_kernels::CompareIn(
+                  reinterpret_cast<const unsigned char*>(a), reinterpret_cast<const unsigned char*>(b), bytes, filled,
+                  share);
             });
           },
           {{a, a + bytes}, {b, b + bytes}, {result, result + sizeof(uint64_t)}}};
@@ -1406,7 +1406,7 @@ struct Kernel {
   Launched (*launched)(void** arguments, uint64_t threads);
 };
 Kernel kKernels[] = {{"mm_sum", LaunchedSum},
-                     {"mm_same", LaunchedSame},
+                     {"mm_compare", LaunchedCompare},
                      {"mm_fill", LaunchedFill},
                      {"mm_word", LaunchedWord},
                      {"mm_delay", LaunchedDelay}};

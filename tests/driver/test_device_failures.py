@@ -7,7 +7,7 @@ import ctypes as c
 import pytest
 
 from .device_abi import MAPPED, MIB, PLAIN, Device
-from .fake import ILLEGAL_ADDRESS, INVALID_HANDLE, LATE, OUT_OF_MEMORY, FakeDriver
+from .fake import ILLEGAL_ADDRESS, INVALID_HANDLE, LATE, NOT_READY, OUT_OF_MEMORY, FakeDriver
 from .test_device import OpenDevice, device_core, open_device
 
 __all__ = ["device_core", "open_device"]  # fixtures
@@ -165,6 +165,16 @@ def test_what_is_far_from_fitting_is_not_tried_page_by_page(
     before = driver.call_count(b"cuMemCreate")
     assert device.alloc(3 << 30) is None  # the device has a gibibyte
     assert (driver.call_count(b"cuMemCreate") > before) == integrated
+
+
+def test_access_that_is_not_ready_yet_is_asked_for_again(open_device: OpenDevice, driver: FakeDriver) -> None:
+    device = open_device(budget=64 * MIB)
+    driver.fail_times(b"cuMemSetAccess", 3, NOT_READY)
+    before = driver.call_count(b"cuMemSetAccess")
+    address = device.alloc(2 * MIB)
+    assert address is not None and device.stats.driver_errors == 0
+    assert driver.call_count(b"cuMemSetAccess") - before == 4
+    device.free(address)
 
 
 def test_a_refused_map_changes_nothing(open_device: OpenDevice, driver: FakeDriver) -> None:

@@ -24,6 +24,7 @@ HEADER = build.CORE / "device_kernels.ptx.h"
 SIZES = [*range(1, 101), *range(511, 514), 4096 + 3, MIB - 1, MIB, MIB + 8, MIB + 17]
 MODES = {RANDOM: "random", LATE: "late", THREADED: "threaded"}
 MASK = 2**64 - 1
+DIFFERS, GAPS, OTHER, WRITTEN = 1, 2, 4, 8  # mm_compared
 NO_KERNELS, CAPTURED = -errno.ENOSYS, -errno.EBUSY
 NAMES = ("kernel.done", "sum.done", "stream.done")
 
@@ -104,10 +105,16 @@ class Kernels:
     def drop(self, pending: int) -> None:
         self.library.mm_device_sum_drop(self.handle, pending)
 
+    def compare(self, first: int, second: int, size: int, fill: int = -1) -> int:
+        out = c.c_uint(0xFFFF)
+        to = (self.stream, c.byref(out))
+        assert self.library.mm_device_compare(self.handle, first, second, size, fill, *to) == 0
+        return out.value
+
     def same(self, a: int, b: int, size: int) -> bool:
-        out = c.c_int(-1)
-        assert self.library.mm_device_same(self.handle, a, b, size, self.stream, c.byref(out)) == 0
-        return bool(out.value)
+        found = self.compare(a, b, size)
+        assert found in (WRITTEN, WRITTEN | DIFFERS | OTHER)
+        return found == WRITTEN
 
     def fill(self, address: int, byte: int, size: int) -> None:
         assert self.library.mm_device_fill(self.handle, address, byte, size, self.stream) == 0
@@ -199,6 +206,41 @@ def test_comparisons_see_each_byte_and_no_other(kernels: Kernels) -> None:
             kernels.put(b + begin + inside, bytes([content[begin + inside] ^ 0x10]))
             assert not kernels.same(a + begin, b + begin, size), (begin, size, inside)
             kernels.put(b + begin + inside, content[begin + inside : begin + inside + 1])
+    kernels.free(a, b)
+
+
+def compared(first: bytes, second: bytes, fill: int) -> int:
+    """The reference: words of 4 bytes, those of the fill behind the end."""
+    end, found = bytes([fill]) * (-len(first) % 4), 0
+    for one, two in zip(memoryview(first + end).cast("I"), memoryview(second + end).cast("I"), strict=True):
+        left_alone = two == fill * 0x01010101
+        found |= DIFFERS * (one != two) | (GAPS if left_alone else WRITTEN) | OTHER * (one != two and not left_alone)
+    return found
+
+
+def test_words_that_hold_the_fill_are_gaps_and_not_other(kernels: Kernels) -> None:
+    rng = random.Random(4)
+    a, b = kernels.alloc(MIB + 64), kernels.alloc(MIB + 64)
+    seen = set()
+    for size in [*range(1, 40), *[4096 + 3] * 60, MIB + 17]:
+        begin, fill = rng.choice([0, 16, rng.randrange(40)]), rng.choice([0, 0xFF, 0xCD])
+        first = bytearray(rng.randbytes(size))
+        second = bytearray(first)
+        for _ in range(rng.choice([0, 1, 3])):  # the op leaves words as they are
+            at = 4 * rng.randrange((size + 3) // 4)
+            second[at : at + 4] = bytes([fill]) * len(second[at : at + 4])
+            if rng.random() < 0.5:
+                first[at : at + 4] = second[at : at + 4]
+        if rng.random() < 0.3:
+            second[rng.randrange(size)] ^= 0x10
+        if rng.random() < 0.1:
+            second = bytearray([fill]) * size
+        kernels.put(a + begin, bytes(first))
+        kernels.put(b + begin, bytes(second))
+        found = kernels.compare(a + begin, b + begin, size, fill)
+        assert found == compared(bytes(first), bytes(second), fill), (begin, size, fill)
+        seen.add(found)
+    assert seen >= {WRITTEN, WRITTEN | GAPS, WRITTEN | GAPS | DIFFERS, WRITTEN | DIFFERS | OTHER, GAPS | DIFFERS}
     kernels.free(a, b)
 
 
@@ -359,13 +401,14 @@ def test_threads_have_words_of_their_own(on_double: Callable[..., Kernels], driv
 
 def test_nothing_is_queued_on_a_stream_in_capture(on_double: Callable[..., Kernels], driver: FakeDriver) -> None:
     kernels = on_double(LATE)
-    block, out, same, pending = kernels.alloc(4096), c.c_uint64(), c.c_int(), c.c_void_p()
+    block, out, found, pending = kernels.alloc(4096), c.c_uint64(), c.c_uint(), c.c_void_p()
     driver.set_capturing(kernels.stream, 1)
     library, where = kernels.library, (block, 4096, kernels.stream)
     assert library.mm_device_has_kernels(kernels.handle) == 1  # loaded in relaxed mode
     assert library.mm_device_sum(kernels.handle, *where, c.byref(out)) == CAPTURED
     assert library.mm_device_sum_begin(kernels.handle, *where, c.byref(pending)) == CAPTURED
-    assert library.mm_device_same(kernels.handle, block, *where, c.byref(same)) == CAPTURED
+    compared = library.mm_device_compare(kernels.handle, block, block, 4096, -1, kernels.stream, c.byref(found))
+    assert compared == CAPTURED
     assert library.mm_device_fill(kernels.handle, block, 1, 4096, kernels.stream) == CAPTURED
     assert library.mm_device_delay(kernels.handle, 1000, kernels.stream) == CAPTURED
     assert library.mm_device_synchronize_stream(kernels.handle, kernels.stream) == CAPTURED

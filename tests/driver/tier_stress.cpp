@@ -1,5 +1,6 @@
 // Several threads on one host tier over the double of libcuda, for the sanitizers: Python's tests cannot see races.
 // tier_stress <double> <seconds>
+#include <dlfcn.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,8 +27,12 @@ void Expect(bool good, const char* what) {
   if (!good) Fail(what);
 }
 
+using HostFunction = void (*)(void*);
+using LaunchHostFunc = CUresult (*)(CUstream, HostFunction, void* user);
+
 struct Shared {
   const mm_driver* driver = nullptr;
+  LaunchHostFunc launch = nullptr;
   mm_device* device = nullptr;
   mm_tier* tier = nullptr;
   std::atomic<bool> stop{false};
@@ -57,9 +62,9 @@ void Check(void* user) {
   }
 }
 
-void Launch(Shared* shared, mm_stream stream, CUhostFn function, void* block, size_t bytes, unsigned char value) {
+void Launch(Shared* shared, mm_stream stream, HostFunction function, void* block, size_t bytes, unsigned char value) {
   auto* kernel = new Kernel{shared, static_cast<unsigned char*>(block), bytes, value};
-  Expect(shared->driver->LaunchHostFunc(stream, function, kernel) == CUDA_SUCCESS, "a launch failed");
+  Expect(shared->launch(stream, function, kernel) == CUDA_SUCCESS, "a launch failed");
 }
 
 void Train(Shared* shared, int seed) {
@@ -136,6 +141,8 @@ int main(int argc, char** argv) {
   Shared shared;
   shared.driver = mm_driver_load(argv[1], text, sizeof text);
   if (shared.driver == nullptr) Fail(text);
+  shared.launch = reinterpret_cast<LaunchHostFunc>(dlsym(dlopen(argv[1], RTLD_NOW | RTLD_LOCAL), "cuLaunchHostFunc"));
+  Expect(shared.launch != nullptr, "the double launches nothing");
   shared.device = mm_device_open(shared.driver, 0, 64 << 20, MM_MEMORY_MAPPED, text, sizeof text);
   if (shared.device == nullptr) Fail(text);
   mm_test_lock_pieces(4096, 4096, 1);

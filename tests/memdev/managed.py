@@ -9,6 +9,7 @@ import gc
 import hashlib
 import os
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +220,43 @@ def checksums(mode: str, seed: int, refused: bool) -> dict[str, Any]:
     return out
 
 
+def gaps(mode: str, seed: int, refused: bool) -> dict[str, Any]:
+    """An op that leaves half of its result as the memory was; `refused`: the driver refuses the core's kernels."""
+    handles = _start(mode, seed)
+    handles.lib.memdev_set_poison(0)  # new memory is as it was left, as on a GPU
+    if refused:
+        handles.fake.fake_fail_next(b"cuModuleLoadData", 0, 222)
+
+    def writes_half(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out[: len(x) // 2] = x[: len(x) // 2]
+        return out
+
+    def junk_in_free_memory(value: int) -> None:
+        junk = [torch.full((1 << 18,), value + i, dtype=torch.int32, device=DEVICE) for i in range(6)]
+        del junk
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it replaces the device's own
+        library.impl("erfinv", writes_half, "PrivateUse1")
+    out: dict[str, Any] = {}
+    with memmgr.budget("64MB", device=DEVICE, policy="evict", quiet=True, _plan=False) as mm:
+        native = binding.load()
+        x = torch.randn(1 << 18).to(DEVICE).requires_grad_()
+        junk_in_free_memory(7)
+        y = x.erfinv()
+        before = y.detach().cpu()
+        out["right"] = torch.equal(before[: 1 << 17], x.detach().cpu()[: 1 << 17])
+        out["zeros"] = not before[1 << 17 :].view(torch.int32).any().item()
+        out["left"] = native.take_away(y, 0) / y.nbytes
+        junk_in_free_memory(70)
+        out["same"] = torch.equal(y.detach().cpu().view(torch.int32), before.view(torch.int32))
+        out["refused kinds"] = mm.stats()["refused_kinds"]
+        del x, y
+    return out
+
+
 def three_tiers(mode: str, seed: int, folder: str) -> dict[str, Any]:
     """Host memory for a part of the cells that are offloaded, and a file for the rest."""
     handles = _start(mode, seed)
@@ -233,6 +271,15 @@ def three_tiers(mode: str, seed: int, folder: str) -> dict[str, Any]:
             digest = scenarios._train(MODELS["gpt"], DEVICE)
             locked = scenarios.page_locked(handles)
         out[policy] = {"digest": digest, "ranges": locked, **mm.stats()}
+    torch.get_device_module(DEVICE).get_device_properties = lambda _: types.SimpleNamespace(is_integrated=True)
+    limit = need // 2
+    for name, options in (("asked", {"host": host}), ("usual", {}), ("file", {"disk": folder})):
+        try:
+            with memmgr.budget(limit, device=DEVICE, policy="offload", quiet=True, **options) as mm:
+                digest = scenarios._train(MODELS["gpt"], DEVICE)
+            out[f"integrated {name}"] = {"digest": digest, **mm.stats()}
+        except (ValueError, memmgr.BudgetError) as error:
+            out[f"integrated {name}"] = {"error": f"{type(error).__name__}: {error}"}
     out["left"] = _left(handles)
     return out
 

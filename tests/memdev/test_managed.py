@@ -124,8 +124,9 @@ def test_checksums_and_trials_fetch_no_bytes(mode: str) -> None:
     assert [seen["leaves"][name] for name in waits] == [0, 0, 0, 0]
     assert seen["left"] > 0 and seen["leaves"]["cuLaunchKernel"] == 3  # the word is cleared before, and fetched after
     assert seen["returns"]["cuCtxSynchronize"] == seen["returns"]["pageable bytes"] == 0
-    assert seen["returns"]["cuLaunchKernel"] == 6  # for the restored cell, and for the check of the op that uses it
-    assert seen["trials"] > 0 and seen["trial"]["cuLaunchKernel"] == 3
+    # For the restored cell, and for the check of the op that uses it: its memory is filled before.
+    assert seen["returns"]["cuLaunchKernel"] == 3 + 4
+    assert seen["trials"] > 0 and seen["trial"]["cuLaunchKernel"] == 4
     assert seen["trial"]["cuCtxSynchronize"] == seen["trial"]["pageable bytes"] == 0
     assert seen["training"]["pageable bytes"] == 0 < seen["training"]["cuLaunchKernel"]
     assert [seen["sampled"][name] for name in waits] == [0, 0, 0, 0] and seen["sampled"]["cuLaunchKernel"] == 3
@@ -143,6 +144,14 @@ def test_a_driver_that_refuses_the_kernels_has_its_bytes_fetched() -> None:
     assert seen["right"] and seen["training right"]
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_gaps_in_a_result_are_zeros_from_the_trial_on(refused: bool) -> None:
+    """Where the driver refuses the kernels no memory is filled: gaps look like other bits, and the op never runs again."""
+    seen = child.run("gaps", module="memdev.managed", mode="late", seed=0, refused=refused)
+    assert seen["right"] and seen["same"]
+    assert (seen["zeros"], seen["left"], seen["refused kinds"]) == ((False, 0, 1) if refused else (True, 1, 0))
+
+
 @pytest.mark.parametrize("mode", ["late", "threaded", pytest.param("random", marks=pytest.mark.slow)])
 def test_what_passes_the_host_memory_goes_on_to_a_file(mode: str, tmp_path: Path) -> None:
     seen = child.run("three_tiers", module="memdev.managed", mode=mode, seed=0, folder=str(tmp_path))
@@ -152,6 +161,10 @@ def test_what_passes_the_host_memory_goes_on_to_a_file(mode: str, tmp_path: Path
         assert run["ranges"] == 1 and run["tier_errors"] == 0  # page-locked once, as much as was asked for
         assert run["resident_bytes.peak"] <= run["budget_bytes"]
     assert seen["offload"]["tier_file_bytes"] > 0 and seen["offload"]["tier_bytes.peak"] > seen["host"]
+    # Memory that the accelerator shares with the machine is nothing to copy into.
+    assert seen["integrated asked"]["error"].startswith("ValueError: host: the memory of memdev:0 is the machine's")
+    assert seen["integrated usual"]["error"].startswith("BudgetError: ")
+    assert seen["integrated file"]["digest"] == seen["plain"] and seen["integrated file"]["offloads"] > 0
     assert seen["left"] == NOTHING
     assert not list(tmp_path.iterdir())
 

@@ -106,14 +106,24 @@ int mm_device_fetch(mm_device*, void* to_host, const void* from, size_t bytes, m
 // -ENOSYS where there are none (the driver has no modules, or refuses ours), -EBUSY while the stream is being captured:
 // nothing is queued then. Any address and length of this device. The answer of mm_device_has_kernels never changes.
 //   delay      the stream does nothing for so long, or for some times as long: the device's clock is not known
-//   same, sum  return when the stream has reached the result
+//   compare, sum  return when the stream has reached the result
+//   compare    the results of two runs of an op, in words of 4 bytes; the second one was made in memory full of the
+//   byte
+//              `fill` (below 0: of nothing). `found`: the bits of mm_compared
 //   sum        depends on the bytes alone; not the sum of any function for the host
 //   sum_begin  only queues; `block` is the start of a live block, which may be freed at once and counts as touched by
 //              the stream. Each sum is ended, which waits, or dropped, before the device is closed
 int mm_device_has_kernels(mm_device*);
 int mm_device_fill(mm_device*, void* p, int byte, size_t bytes, mm_stream stream);
 int mm_device_delay(mm_device*, uint64_t nanoseconds, mm_stream stream);
-int mm_device_same(mm_device*, const void* a, const void* b, size_t bytes, mm_stream stream, int* same);
+typedef enum {
+  MM_DIFFERS = 1,  // a word of the second result is another one
+  MM_GAPS = 2,     // a word of the second result is the fill: the op may not have written it
+  MM_OTHER = 4,    // a word differs, and is not the fill
+  MM_WRITTEN = 8,  // a word is not the fill
+} mm_compared;
+int mm_device_compare(mm_device*, const void* first, const void* second, size_t bytes, int fill, mm_stream stream,
+                      unsigned* found);
 int mm_device_sum(mm_device*, const void* p, size_t bytes, mm_stream stream, uint64_t* sum);
 typedef struct mm_sum mm_sum;
 int mm_device_sum_begin(mm_device*, const void* block, size_t bytes, mm_stream stream, mm_sum** sum);

@@ -80,7 +80,9 @@ class CpuPool final : public Pool {
   }
 
   void copy(void* to, const void* from, uint64_t nbytes) override { std::memcpy(to, from, nbytes); }
-  bool same(const void* a, const void* b, uint64_t nbytes) override { return std::memcmp(a, b, nbytes) == 0; }
+  void compare(const void* first, const void* second, uint64_t nbytes, int fill, Compared* found) override {
+    pager::compare(first, second, nbytes, fill, found);
+  }
   uint64_t sum(const void* p, uint64_t nbytes) override { return checksum(p, nbytes); }
   void scribble(void* p, uint64_t nbytes) override { std::memset(p, 0xCD, nbytes); }
 

@@ -80,6 +80,7 @@ class DevicePool final : public Pool {
     if (!block) return nullptr;
     note_scratch_taken(nbytes);
     note_small_request(arena, nbytes);
+    if (C10_UNLIKELY(here.fill >= 0)) fill(block, here.fill, nbytes, on);
     return block;
   }
   void give(void* block) {
@@ -96,22 +97,25 @@ class DevicePool final : public Pool {
   void copy(void* to, const void* from, uint64_t nbytes) override {
     check(mm_device_copy(memory_, to, from, nbytes, stream()), "copied");
   }
-  bool same(const void* a, const void* b, uint64_t nbytes) override {
+  void compare(const void* first, const void* second, uint64_t nbytes, int fill, Compared* found) override {
     if (has_kernels()) {
-      int equal = 0;
-      check(mm_device_same(memory_, a, b, nbytes, stream(), &equal), "compared");
-      return equal != 0;
+      unsigned bits = 0;
+      check(mm_device_compare(memory_, first, second, nbytes, fill, stream(), &bits), "compared");
+      found->equal &= !(bits & MM_DIFFERS);
+      found->gaps |= (bits & MM_GAPS) != 0;
+      found->other |= (bits & MM_OTHER) || ((bits & MM_DIFFERS) && !(bits & MM_WRITTEN));
+      return;
     }
     std::array<std::unique_ptr<char[]>, 2> piece;
     for (auto& p : piece) p.reset(new char[std::min(nbytes, kPiece)]);
-    for (uint64_t at = 0; at < nbytes; at += kPiece) {
+    for (uint64_t at = 0; at < nbytes && !found->other; at += kPiece) {
       const uint64_t n = std::min(kPiece, nbytes - at);
-      fetch(piece[0].get(), static_cast<const char*>(a) + at, n);
-      fetch(piece[1].get(), static_cast<const char*>(b) + at, n);
-      if (std::memcmp(piece[0].get(), piece[1].get(), n) != 0) return false;
+      fetch(piece[0].get(), static_cast<const char*>(first) + at, n);
+      fetch(piece[1].get(), static_cast<const char*>(second) + at, n);
+      pager::compare(piece[0].get(), piece[1].get(), n, fill, found);
     }
-    return true;
   }
+  bool fills() const override { return has_kernels() && !is_torchs(); }
   uint64_t sum(const void* p, uint64_t nbytes) override {
     wait_for_writers(p);
     if (has_kernels()) {
@@ -175,6 +179,12 @@ class DevicePool final : public Pool {
   static constexpr uint64_t kPiece = 4 << 20;
 
   bool has_kernels() const { return mm_device_has_kernels(memory_) != 0; }
+  void fill(void* block, int byte, uint64_t nbytes, mm_stream on) {
+    const int error = mm_device_fill(memory_, block, byte, nbytes, on);
+    if (C10_LIKELY(error == 0)) return;
+    give(block);
+    check(error, "filled");
+  }
   void wait_for_writers(const void* p) const {
     if (rule_holds(kRuleChecked)) check(mm_device_wait_block(memory_, stream(), p), "waited for");
   }

@@ -14,6 +14,7 @@
 #include "base/session.h"
 #include "memmgr/device.h"
 #include "memmgr/plugin.h"
+#include "pools/compared.h"
 
 namespace memmgr::pager {
 
@@ -41,7 +42,7 @@ class Pool {
   // Copies in order of the calling thread's stream.
   virtual void copy(void* to, const void* from, uint64_t nbytes) = 0;
   // These wait for all work on the bytes that the program has queued.
-  virtual bool same(const void* a, const void* b, uint64_t nbytes) = 0;
+  virtual void compare(const void* first, const void* second, uint64_t nbytes, int fill, Compared* found) = 0;
   virtual uint64_t sum(const void* p, uint64_t nbytes) = 0;
   virtual void scribble(void* p, uint64_t nbytes) = 0;  // overwrites the bytes; in torture mode
   virtual void settle() {}                              // waits until all queued work has run
@@ -50,6 +51,7 @@ class Pool {
   // the block may be freed at once. Not `taken`: it cannot be queued, during a capture.
   virtual Checksum begin_sum(const void* p, uint64_t nbytes) { return Checksum(sum(p, nbytes)); }
   virtual bool sums_cheaply(uint64_t /*nbytes*/) const { return true; }
+  virtual bool fills() const { return true; }        // memory that is taken is filled where `Filling` asks for it
   virtual bool sums_later() const { return false; }  // begin_sum does not wait
 
   // Opens a tier in page-locked memory of so many bytes; with a folder also in a file there, below the memory.

@@ -13,7 +13,7 @@ namespace memmgr::pager {
 // How this thread's op takes memory, and the bytes that it has taken since `begin_scratch`.
 struct Taking {
   int side = MM_SIDE_LOW;    // the side of large blocks, where sides differ
-  int fill = -1;             // the byte that fills memory of the host's pool; below 0: none
+  int fill = -1;             // the byte that fills memory where the pool fills; below 0: none
   int64_t scratch = 0;       // bytes taken and not freed
   int64_t scratch_peak = 0;  // their high-water mark
   // Points before and after each search for memory of an op that is timed on a device. In between the device runs no
@@ -28,7 +28,7 @@ struct Taking {
 };
 Taking& taking();  // keep the reference: finding this thread's costs more than using it
 
-// While it lives, memory that this thread takes from the host's pool is filled with the byte.
+// While it lives, memory that this thread takes is filled with the byte, where the pool fills.
 struct Filling {
   explicit Filling(int byte) : before(taking().fill) { taking().fill = byte; }
   ~Filling() { taking().fill = before; }

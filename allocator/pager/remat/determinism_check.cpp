@@ -14,33 +14,6 @@ namespace memmgr::pager {
 namespace {
 
 constexpr int kPattern = 0xFF;  // not a number: an op that reads such bytes shows it
-using Word = uint32_t;          // no longer than a gap: a longer word could hide one behind written bytes
-
-struct Compared {
-  bool equal = true;
-  bool gaps = false;  // words of the second run that the op may not have written
-  bool other = false;
-};
-
-// `second` was made in memory full of `fill`: a word that still holds it may be a gap.
-void compare(const char* first, const char* second, uint64_t nbytes, int fill, Compared* found) {
-  bool equal = true, written = false;
-  Word filled;
-  std::memset(&filled, fill, sizeof filled);
-  for (uint64_t at = 0; at < nbytes; at += sizeof filled) {
-    Word one = filled, two = filled;
-    const uint64_t n = std::min<uint64_t>(sizeof filled, nbytes - at);
-    std::memcpy(&one, first + at, n);
-    std::memcpy(&two, second + at, n);
-    const bool left_alone = two == filled;
-    equal &= one == two;
-    found->gaps |= left_alone;
-    found->other |= one != two && !left_alone;
-    written |= !left_alone;
-  }
-  found->equal &= equal;
-  found->other |= !equal && !written;  // an op that wrote nothing has no result to compare
-}
 
 Compared compare(Pool& pool, c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
   Compared found;
@@ -52,12 +25,7 @@ Compared compare(Pool& pool, c10::ArrayRef<c10::StorageImpl*> outputs, const std
       found.other = true;
       break;
     }
-    const auto* first = static_cast<const char*>(pointer_of(outputs[i]).get());
-    const auto* second = static_cast<const char*>(pointer_of(made[i].get()).get());
-    if (pool.on_host())
-      compare(first, second, nbytes, fill, &found);
-    else
-      found.equal &= pool.same(first, second, nbytes);
+    pool.compare(pointer_of(outputs[i]).get(), pointer_of(made[i].get()).get(), nbytes, fill, &found);
   }
   return found;
 }
@@ -67,22 +35,25 @@ Compared compare(Pool& pool, c10::ArrayRef<c10::StorageImpl*> outputs, const std
 Again run_again(Session& session, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
                 std::vector<StoragePtr> before) {
   session.counters.trials++;
-  const bool on_host = session.pool->on_host();
-  std::vector<StoragePtr> made = run_over_inputs(*session.pool, r, before, on_host ? kPattern : -1);
-  const Compared first = compare(*session.pool, outputs, made, kPattern);
-  if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
+  Pool& pool = *session.pool;
+  // An op that writes to its arguments can run only once more, and that run is the one that is timed on a device.
+  const int fill = pool.fills() && (pool.on_host() || !r.info->writes) ? kPattern : -1;
+  if (fill >= 0 && !pool.on_host()) run_over_inputs(pool, r, before, -1);  // only timed
+  std::vector<StoragePtr> made = run_over_inputs(pool, r, before, fill);
+  const Compared first = compare(pool, outputs, made, fill);
+  if (r.info->writes) return first.equal ? Again::kSame : Again::kOther;
   if (first.other) return Again::kOther;
   if (!first.gaps) return Again::kSame;
   // Gaps hold the bytes that malloc had there. These may be the pattern, from the memory of an earlier check. The op's
   // own results may be the pattern, too. So a run over zeros decides.
   made.clear();
-  made = run_over_inputs(*session.pool, r, before, 0);
-  const Compared second = compare(*session.pool, outputs, made, 0);
+  made = run_over_inputs(pool, r, before, 0);
+  const Compared second = compare(pool, outputs, made, 0);
   if (second.other) return Again::kOther;
   if (first.equal && second.equal) return Again::kSame;
   // From now on gaps are zeros, also in the first result.
   for (size_t i = 0; i < outputs.size(); ++i)
-    if (outputs[i]) std::memcpy(pointer_of(outputs[i]).get(), pointer_of(made[i].get()).get(), outputs[i]->nbytes());
+    if (outputs[i]) pool.copy(pointer_of(outputs[i]).get(), pointer_of(made[i].get()).get(), outputs[i]->nbytes());
   return Again::kSameWhereWritten;
 }
 
@@ -95,8 +66,9 @@ uint64_t sum_of(Pool& pool, c10::ArrayRef<c10::StorageImpl*> outputs) {
   return sum;
 }
 
-// Sets words that hold the pattern to zero. False: there are none.
+// Sets words of 4 bytes that hold the pattern to zero. False: there are none.
 bool clear_gaps(c10::ArrayRef<c10::StorageImpl*> outputs) {
+  using Word = uint32_t;
   Word pattern;
   std::memset(&pattern, kPattern, sizeof pattern);
   bool any = false;

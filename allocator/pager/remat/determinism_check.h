@@ -13,8 +13,8 @@ enum class Again : uint8_t {
   kOther,             // or the run failed
 };
 // Runs the recipe a second time and compares. `outputs`: the storages that the first run made; null: not compared.
-// `before`: the bytes that the op wrote to, as they were, for each such tensor. The inputs are resident and pinned. On
-// a device gaps are compared like all other words.
+// `before`: the bytes that the op wrote to, as they were, for each such tensor. The inputs are resident and pinned.
+// Where the pool does not fill, gaps are compared like all other words.
 Again run_again(Session& session, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
                 std::vector<StoragePtr> before);
 
