@@ -145,9 +145,10 @@ class budget:
             runs, and slowly. CUDA graphs, torch.compile, several streams or GPUs, and torch's own allocator in a budget
             have not run on a GPU.
         host: bytes of host memory for offloaded tensors. From an accelerator: the most that is page-locked, in pieces
-            as it is needed, until the budget closes; default half of the free memory, at most twice the limit. On the
-            CPU device: spare memory in addition to the budget. It is the page cache of the first so many bytes of the
-            disk tier, and the system takes it back when it needs it; default none. `"none"`: none.
+            as it is needed, until the budget closes; default half of the free memory, at most twice the limit. Where its
+            memory is the machine's (Jetson, GB10) default none: a copy would free nothing. On the CPU device: spare
+            memory in addition to the budget. It is the page cache of the first so many bytes of the disk tier, and the
+            system takes it back when it needs it; default none. `"none"`: none.
         disk: the tier below the CPU: a folder, `(folder, size)`, or False or `"none"` for none. Default the system's temporary
             folder. The file has mode 0600 and is unlinked as soon as it is open. From an accelerator it is a second step, below
             `host`, and there is none by default: the tensors that have been in host memory longest are moved to the

@@ -98,7 +98,7 @@ def room_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return total_bytes(device) or UNLIMITED
     # Memory that this process has already belongs to the budget, too.
-    free = int(psutil.virtual_memory().available) // local_ranks()
+    free = machine_free_bytes() // local_ranks()
     return min(machine_bytes(), free + int(psutil.Process().memory_info().rss))
 
 
@@ -122,9 +122,15 @@ def free_bytes(device: torch.device) -> int:
     return max(0, free - max(LEFT_BYTES, whole // 20)) // ranks
 
 
+def shares_host_memory(device: torch.device) -> bool:
+    """Is the accelerator's memory the machine's, so that a copy in host memory frees nothing (Jetson, GB10)?"""
+    properties = getattr(torch.get_device_module(device.type), "get_device_properties", None)
+    return properties is not None and bool(getattr(properties(device), "is_integrated", False))
+
+
 def host_bytes(device: torch.device, limit_bytes: int) -> int:
     """The default size of host memory for tensors offloaded from an accelerator."""
-    free = int(psutil.virtual_memory().available) // (2 * local_ranks())
+    free = machine_free_bytes() // (2 * local_ranks())
     if limit_bytes < UNLIMITED:
         return min(free, HOST_TIER_BUDGETS * limit_bytes)
     return min(free, total_bytes(device) or free)

@@ -17,7 +17,7 @@ from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
 from memmgr.distributed.job import Job
 from memmgr.native import binding as native
-from memmgr.native.device import DRIVER_VARIABLE, host_bytes
+from memmgr.native.device import DRIVER_VARIABLE, host_bytes, shares_host_memory
 from memmgr.observe.explainer import Explainer
 from memmgr.observe.holdings import Explanation, HolderTables
 from memmgr.observe.leaks import Leaks
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 MOST_LEAKS = 3
 """The leaks of which the summary and the telemetry tell."""
+
+STAGING_BYTES = 256 << 20
+"""Page-locked memory on the way to a file, where the accelerator's memory is the machine's."""
 
 _links: dict[tuple[Any, ...], tuple[float, float]] = {}
 """Seconds a byte, one way, to each tier that this process has had, and of the CPU."""
@@ -221,6 +224,13 @@ class PagerRuntime:
         if config.device.type == "cpu":
             return config.disk_bytes if config.folder is not None else None
         size = host_bytes(config.device, config.limit_bytes) if config.host_bytes is None else config.host_bytes
+        if size and shares_host_memory(config.device):
+            if config.host_bytes and config.folder is None:
+                raise ValueError(
+                    f"host: the memory of {config.device} is the machine's, and a copy in host memory frees none of it; "
+                    "name a folder (disk=)"
+                )
+            size = 0 if config.folder is None else config.host_bytes or min(size, STAGING_BYTES)
         return size or None
 
     def _take_stock(self) -> list[Any]:

@@ -360,6 +360,12 @@ def test_the_budget_device_is_the_free_memory_and_that_of_the_tensors(
     assert re.search(r"memmgr: the budget is [\d.]+ GB: the free memory of the device, cpu", capfd.readouterr().err)
 
 
+def test_host_memory_of_a_container_is_what_its_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_groups", lambda: [(10 * GIB, 2 * GIB)])
+    assert devices.host_bytes(torch.device("cpu"), 100 * GIB) == GIB
+    assert devices.room_bytes(torch.device("cpu")) < 5 * GIB
+
+
 def test_a_device_without_free_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "machine_free_bytes", lambda: 1000)
     monkeypatch.setattr(budgets, "live_tensors", lambda known, device: [])
