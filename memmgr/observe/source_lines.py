@@ -63,7 +63,12 @@ def skipped_folders() -> tuple[str, ...]:
 
 
 def show(file: str) -> str:
-    """The path from the current folder or the entry of `sys.path` that has it, whichever is shorter; else as it is."""
+    """A notebook's cell as `In[3]`; else the shorter of the paths from the current folder and from the entry of `sys.path`
+    that has it; else as it is.
+    """
+    notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if notebook is not None and (cell := notebook.compile.format_code_name(file)):
+        return str(cell[1])
     folders = [entry for entry in (os.getcwd(), *sys.path) if entry and file.startswith(entry.rstrip(os.sep) + os.sep)]
     return min((os.path.relpath(file, entry) for entry in folders), key=len, default=file)
 

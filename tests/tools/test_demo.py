@@ -67,6 +67,20 @@ def test_all_as_promised(fake: Callable[..., int], capsys: pytest.CaptureFixture
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_time_left_is_that_of_the_steps_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 100.0, 103.0, 109.0, 400.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    bar = console.ProgressBar(5)
+    bar.say("starts")
+    for done in range(1, 5):
+        bar.say(f"step {done}", advance=1)
+    said = capsys.readouterr().err.splitlines()
+    assert said[:4] == ["[0/5] starts", "[1/5] step 1", "[2/5, 9 s left] step 2", "[3/5, 9 s left] step 3"]
+    assert said[4] == "[4/5, 1 min 40 s left] step 4"
+
+
 def test_a_picture_that_cannot_be_drawn_is_told_before_the_training(
     fake: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

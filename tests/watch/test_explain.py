@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ import memmgr
 from memmgr.native import binding as native
 from memmgr.observe.holdings import Explanation
 from memmgr.observe.leaks import PASSES, Leaks
+from memmgr.observe.source_lines import show
 
 TOP = 5
 
@@ -175,6 +177,18 @@ def test_a_leak_is_told_within_ten_steps_with_its_line() -> None:
     assert leak.bytes_per_pass == 256 * 64 * 4
     assert leak.since_pass == 1
     assert "a leak: +65.5 kB a step since step 1 from " in str(found)
+
+
+def test_a_line_of_a_notebook_has_the_number_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for IPython's compiler: a cell's file has a name that says nothing."""
+
+    class Compiler:
+        def format_code_name(self, file: str) -> tuple[str, str] | None:
+            return ("Cell", "In[3]") if "ipykernel" in file else None
+
+    shell = SimpleNamespace(compile=Compiler())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert show("/tmp/ipykernel_7/123.py") == "In[3]" and show("/nowhere/train.py") == "/nowhere/train.py"
 
 
 def test_a_leak_that_begins_late_has_its_line() -> None:

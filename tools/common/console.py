@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
+
+from memmgr.config.sizes import show_seconds
 
 
 def _rich() -> bool:
@@ -22,18 +25,21 @@ def megabytes(count: float) -> str:
 
 
 class ProgressBar:
-    """Steps done out of `total`, on stderr: a bar on a terminal that rich can draw on, else a line per step."""
+    """Steps done out of `total`, and the time left, on stderr: a bar on a terminal that rich can draw on, else a line per
+    step.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._done = 0
+        self._first: tuple[int, float] | None = None  # steps done and the time when the first of them were
         self._bar: Any = None
         self._task: Any = None
         if _rich() and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=total)
 
@@ -54,7 +60,16 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(self._task, description=text, advance=advance)
         else:
-            print(f"[{self._done}/{self._total}] {text}", file=sys.stderr, flush=True)
+            print(f"[{self._done}/{self._total}{self._left()}] {text}", file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        now = time.monotonic()
+        if self._first is None and self._done:
+            self._first = self._done, now
+        if self._first is None or self._done == self._first[0] or self._done >= self._total:
+            return ""
+        left = (now - self._first[1]) / (self._done - self._first[0]) * (self._total - self._done)
+        return f", {show_seconds(max(1, round(left)))} left"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
