@@ -23,15 +23,20 @@ def seen() -> Any:
     return {name: child.finish(run, 120)[name] for name, run in runs.items()}
 
 
-# Known limitation: the convnet exceeds this budget of calls. Its planned steps move 14 pages and drain the device 2.5 times.
-@pytest.mark.parametrize("name", ["gpt"])
-def test_a_planned_step_calls_the_driver_only_so_often(seen: Any, name: str) -> None:
-    step, pages = seen[name]["limited"], seen[name]["need"] / seen[name]["page"]
+@pytest.mark.parametrize("name", MODELS)
+def test_a_planned_step_asks_at_most_once_an_op_and_copies_nothing_pageable(seen: Any, name: str) -> None:
+    step = seen[name]["limited"]
     assert step["planned"] > 0 < step["reload_bytes"] + step["recomputes"]
-    assert step["drains"] <= 2 + 1 / 4  # the program waits after four steps
-    assert step["maps"] <= 0.02 * pages
     assert step["queries"] <= step["ops"]
     assert step["pageable bytes"] == seen[name]["errors"] == 0
+
+
+# Known limitation: the convnet's planned steps move 14 pages and drain the device 2.5 times.
+@pytest.mark.parametrize("name", ["gpt"])
+def test_a_planned_step_moves_hardly_a_page(seen: Any, name: str) -> None:
+    step, pages = seen[name]["limited"], seen[name]["need"] / seen[name]["page"]
+    assert step["drains"] <= 2 + 1 / 4  # the program waits after four steps
+    assert step["maps"] <= 0.02 * pages
 
 
 def test_a_step_takes_the_time_that_its_plan_predicts(seen: Any) -> None:
@@ -64,3 +69,12 @@ def test_a_step_without_a_limit_is_the_longer_of_kernels_and_host(seen: Any, nam
     free = seen[name]["free"]
     assert free["step"] <= 1.02 * max(free["ideal"], free["host"])
     assert free["offload_bytes"] == free["evictions"] == free["maps"] == 0
+
+
+def test_code_that_is_bound_by_its_launches_pays_for_few_calls() -> None:
+    """memmgr's own computing takes no virtual time: its cost is measured on a CPU (docs/benchmarks.md)."""
+    seen = child.run("launch_bound", module="memdev.timed")
+    for chain, runs in seen.items():
+        for name in ("no limit", "budget"):
+            assert runs[name]["step"] <= 1.1 * runs["plain"]["step"], (chain, name, runs)
+            assert runs[name]["queries"] <= 2500 / 8, (chain, name, runs)

@@ -152,6 +152,41 @@ def idle_ops(scale: float = 1024) -> dict[str, Any]:
     return {"noted": noted, "takes": simulation.end(100)["kernels"]}
 
 
+def launch_bound(ops: int = 2500, steps: int = 3) -> dict[str, Any]:
+    """The step of a chain of so many ops that take less time than their launches: plain, without a limit, and in a budget that
+    is large enough. `small`: tensors below the pager's threshold; `recorded`: of 64 KiB, with gradients.
+    """
+    _, simulation = begin(1 << 14)
+    out: dict[str, Any] = {}
+
+    def small(x: Tensor) -> None:
+        for _ in range(ops):
+            x = x + 1
+
+    def recorded(x: Tensor) -> None:
+        h = x.detach().requires_grad_()
+        for _ in range(ops):
+            h = h * 1.5
+
+    def timed(chain: Callable[[Tensor], None], x: Tensor) -> dict[str, float]:
+        for _ in range(2):
+            chain(x)
+        torch.accelerator.synchronize()
+        simulation.begin()
+        for _ in range(steps):
+            chain(x)
+        torch.accelerator.synchronize()
+        return dict(simulation.end(steps))
+
+    for chain, numel in ((small, 64), (recorded, 1 << 14)):
+        x = torch.ones(numel).to(DEVICE)
+        out[chain.__name__] = {"plain": timed(chain, x)}
+        for name, limit in (("no limit", None), ("budget", "64MB")):
+            with memmgr.budget(limit, device=DEVICE, quiet=True):
+                out[chain.__name__][name] = timed(chain, x)
+    return out
+
+
 def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:
     """Each model without memmgr, without a limit, and in its share of the need. Pages are small beside the tensors, and tensors
     stand for such that are `scale` times as large: pages of 2 MiB beside a need of 0.6 and 4 GB."""

@@ -2,7 +2,8 @@
 
 A name such as `running_mean`, `reserve` or `workspace` is that of memory which a kernel may write although its schema does not
 declare it. The pager believes schemas, except for the arguments in its own table (`allocator/pager/ops/op_info.cpp`). The
-reasons are of torch 2.11 to 2.13, by reading the kernels. An overload has its op's reason.
+reasons are of torch 2.11 to 2.13, by reading the kernels; of the ops that 2.14 and 2.15 add, by their schemas. An overload has
+its op's reason.
 """
 
 from __future__ import annotations
@@ -152,6 +153,14 @@ READ = (
     Reason("error codes that the host compares with 0", "info", "_linalg_check_errors"),
 )
 
+ADDED_LATER = (
+    Reason(
+        "factors of a scaled product that is added to its result: _scaled_mm_v2 accumulated (2.15)",
+        "scale_a scale_b",
+        "_scaled_addmm _scaled_addmm_",
+    ),
+)
+
 
 def _pairs(reasons: tuple[Reason, ...]) -> set[tuple[str, str]]:
     return {
@@ -164,7 +173,7 @@ def _pairs(reasons: tuple[Reason, ...]) -> set[tuple[str, str]]:
 
 def known() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
     """(written, read): pairs of an op and an argument."""
-    return _pairs(WRITTEN), _pairs(READ)
+    return _pairs(WRITTEN), _pairs((*READ, *ADDED_LATER))
 
 
 def is_write(argument: Any) -> bool:
