@@ -253,7 +253,13 @@ def gaps(mode: str, seed: int, refused: bool) -> dict[str, Any]:
         junk_in_free_memory(70)
         out["same"] = torch.equal(y.detach().cpu().view(torch.int32), before.view(torch.int32))
         out["refused kinds"] = mm.stats()["refused_kinds"]
-        del x, y
+        graph: Any = torch.get_device_module(DEVICE).Graph()
+        graph.capture_begin()
+        z = x.erfinv()
+        graph.capture_end()
+        graph.replay()
+        out["captured"] = torch.equal(z.detach().cpu()[: 1 << 17], x.detach().cpu()[: 1 << 17])
+        del x, y, z, graph
     return out
 
 

@@ -148,7 +148,7 @@ def test_a_driver_that_refuses_the_kernels_has_its_bytes_fetched() -> None:
 def test_gaps_in_a_result_are_zeros_from_the_trial_on(refused: bool) -> None:
     """Where the driver refuses the kernels no memory is filled: gaps look like other bits, and the op never runs again."""
     seen = child.run("gaps", module="memdev.managed", mode="late", seed=0, refused=refused)
-    assert seen["right"] and seen["same"]
+    assert seen["right"] and seen["same"] and seen["captured"]
     assert (seen["zeros"], seen["left"], seen["refused kinds"]) == ((False, 0, 1) if refused else (True, 1, 0))
 
 
