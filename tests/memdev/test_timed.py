@@ -46,6 +46,12 @@ def test_a_step_takes_the_time_that_its_plan_predicts(seen: Any) -> None:
     assert step["step"] == pytest.approx(step["predicted"] * free["step"], rel=0.1)
 
 
+def test_a_timed_period_takes_no_longer_than_a_step_without_a_limit(seen: Any) -> None:
+    """Events that time the ops, and searches for memory, are nobody's time: with them the host would set the pace."""
+    later = seen["gpt"]["noted"][3:]  # not the first period, in which the optimizer makes its states
+    assert len(later) >= 3 and max(later) <= seen["gpt"]["free"]["step"], later
+
+
 def test_an_op_that_meets_an_idle_device_only_is_delayed_once_and_then_known() -> None:
     seen = child.run("idle_ops", module="memdev.timed")
     first, *later = seen["noted"]

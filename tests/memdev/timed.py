@@ -192,11 +192,21 @@ def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 1
     stand for such that are `scale` times as large: pages of 2 MiB beside a need of 0.6 and 4 GB."""
     handles, simulation = begin(page_bytes, scale)
     out: dict[str, Any] = {}
+    noted: list[float] = []
+    period_ended = Plans.period_ended
+
+    def look(plans: Plans, ended: Any) -> None:
+        columns = binding.load().timeline()
+        noted.append(sum(np.frombuffer(columns[name], dtype=np.float32).sum() for name in ("seconds", "before")).item())
+        period_ended(plans, ended)
+
+    Plans.period_ended = look  # type: ignore[method-assign]
     for name, share in models.items():
         with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
             free = trained(name, simulation, mm, steps, 2, 0)
         need = free["peak"]
         with memmgr.budget(int(need * share), device=DEVICE, quiet=True) as mm:
+            noted.clear()
             limited = trained(name, simulation, mm, steps, 4, 28)
         plain = trained(name, simulation, None, 1, limited["steps"] - 1, 0)
         errors = binding.load().device_stats()["driver_errors"]
@@ -206,6 +216,7 @@ def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 1
             "limited": limited,
             "need": need,
             "page": page_bytes,
+            "noted": list(noted),
             "errors": errors,
         }
     return out

@@ -71,12 +71,12 @@ class DevicePool final : public Pool {
     Taking& here = taking();
     const bool large = nbytes >= session.options.small_bytes;
     mm_points* const points = large ? here.points : nullptr;
-    const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
-    std::optional<Wait> searching;
+    std::optional<Wait> searching;  // no time of the op, and its points are none either
     if (large) searching.emplace();
+    const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
     void* block = mm_device_alloc(memory_, nbytes, on, here.side);
-    if (large) searching->end();
     if (C10_UNLIKELY(points != nullptr)) here.searches.emplace_back(begun, mm_points_add(points, on));
+    if (large) searching->end();
     if (!block) return nullptr;
     note_scratch_taken(nbytes);
     note_small_request(arena, nbytes);
