@@ -22,8 +22,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
-        with contextlib.suppress(build.NotBuiltError):
+        try:
             binding.load()
+        except build.NotBuiltError as error:
+            if "no C++ compiler was found" not in str(error):  # without one, tests that need none go on
+                raise pytest.UsageError(str(error)) from None
 
 
 _FAST = (
