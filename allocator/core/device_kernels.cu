@@ -80,7 +80,7 @@ MEMMGR_KERNEL_PART uint32_t HalfAt(const unsigned char* p, uint64_t bytes, uint6
   return half;
 }
 
-// `filled`: the 4 bytes that the second block was full of before it was written; above 2^32: it was full of nothing.
+// `filled`: the 4 bytes that the second block was full of before it was written. From 2^32 on: it was not filled.
 MEMMGR_KERNEL_PART uint32_t CompareIn(const unsigned char* first, const unsigned char* second, uint64_t bytes,
                                       uint64_t filled, Share mine) {
   const uint64_t pairs = Aligned(first) && Aligned(second) ? bytes / sizeof(Pair) : 0;
@@ -115,14 +115,14 @@ static __device__ __forceinline__ memmgr_kernels::Share Mine() {
   return {blockIdx.x * uint64_t{blockDim.x} + threadIdx.x, gridDim.x * uint64_t{blockDim.x}};
 }
 
-// The number of threads of a block is a multiple of 32. Adds the sum to *result.
+// Adds the sum to *result. The number of threads of a block is a multiple of 32, here and in mm_compare.
 extern "C" __global__ void mm_sum(const unsigned char* p, uint64_t bytes, unsigned long long* result) {
   unsigned long long sum = memmgr_kernels::SumOf(p, bytes, Mine());
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_down_sync(0xFFFFFFFFu, sum, lanes);
   if (threadIdx.x % 32 == 0) atomicAdd(result, sum);
 }
 
-// Adds the bits of mm_compared to *result.
+// Sets the bits of mm_compared that were found in *result.
 extern "C" __global__ void mm_compare(const unsigned char* first, const unsigned char* second, uint64_t bytes,
                                       uint64_t filled, unsigned long long* result) {
   unsigned found = memmgr_kernels::CompareIn(first, second, bytes, filled, Mine());

@@ -41,7 +41,7 @@ class DeviceKernels {
   int Fill(void* p, unsigned char byte, uint64_t bytes, CUstream stream);
   int Delay(uint64_t nanoseconds, CUstream stream);
   // These return when the stream has reached the result.
-  // `fill` below 0: `second` was full of nothing. `found`: bits of mm_compared.
+  // `fill` below 0: `second` was not filled. `found`: bits of mm_compared.
   int Compare(const void* first, const void* second, uint64_t bytes, int fill, CUstream stream, unsigned* found);
   int Sum(const void* p, uint64_t bytes, CUstream stream, uint64_t* sum);
   // Only queues the sum. Each begun sum is ended or dropped once.

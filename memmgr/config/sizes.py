@@ -103,7 +103,8 @@ def parse_size(
 
 def _unreadable(why: str, text: str, accepted: str) -> ValueError:
     """The error of a text that is no size: with a guess (`12 gigs`, `1,5GB`), or with the accepted forms."""
-    near = re.match(r"([0-9]+(?:[.,][0-9]+)?)\s*([kmgtp])", text.lower())
+    # A comma before three digits may stand between thousands.
+    near = re.match(r"([0-9]+(?:\.[0-9]+|,[0-9]{1,2})?)\s*([kmgtp])", text.lower())
     if near is None:
         return SizeError(why, accepted)
     return ValueError(f"{why}; was {near[1].replace(',', '.')}{near[2].upper()}B meant?")

@@ -67,7 +67,8 @@ def show(file: str) -> str:
     that has it; else as it is.
     """
     notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if notebook is not None and (cell := notebook.compile.format_code_name(file)):
+    name_of = getattr(getattr(notebook, "compile", None), "format_code_name", None)  # IPython 7 has none
+    if name_of is not None and (cell := name_of(file)):
         return str(cell[1])
     folders = [entry for entry in (os.getcwd(), *sys.path) if entry and file.startswith(entry.rstrip(os.sep) + os.sep)]
     return min((os.path.relpath(file, entry) for entry in folders), key=len, default=file)

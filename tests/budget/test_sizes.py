@@ -76,6 +76,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ("12 gigs", ValueError, "was 12GB meant"),
     ("12G B", ValueError, "was 12GB meant"),
     ("1,5GB", ValueError, "was 1.5GB meant"),
+    ("1,500MB", ValueError, "1,500MB"),
     ("1e9", ValueError, "1e9"),
     ("-1GB", ValueError, "-1GB"),
     ("+1GB", ValueError, "+1GB"),
@@ -363,7 +364,7 @@ def test_the_budget_device_is_the_free_memory_and_that_of_the_tensors(
 def test_host_memory_of_a_container_is_what_its_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_groups", lambda: [(10 * GIB, 2 * GIB)])
     assert devices.host_bytes(torch.device("cpu"), 100 * GIB) == GIB
-    assert devices.room_bytes(torch.device("cpu")) < 5 * GIB
+    assert devices.room_bytes(torch.device("cpu")) < 9 * GIB  # with what this process has already
 
 
 def test_a_device_without_free_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

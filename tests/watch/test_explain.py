@@ -189,6 +189,8 @@ def test_a_line_of_a_notebook_has_the_number_of_its_cell(monkeypatch: pytest.Mon
     shell = SimpleNamespace(compile=Compiler())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     assert show("/tmp/ipykernel_7/123.py") == "In[3]" and show("/nowhere/train.py") == "/nowhere/train.py"
+    shell.compile = SimpleNamespace()  # IPython 7's
+    assert show("/tmp/ipykernel_7/123.py") == "/tmp/ipykernel_7/123.py"
 
 
 def test_a_leak_that_begins_late_has_its_line() -> None:

@@ -272,7 +272,7 @@ def next_steps(f: Figures, verdicts: Iterable[Verdict]) -> Iterator[str]:
         if remaps.get(line["act"], 1e9) < 0.95 * line["step"]:
             yield f"{line['act']}: remap is faster than the window: look at its page traffic in both before choosing"
     if "F2" in real:
-        yield "F2: look at the plans of the steps that map: steps that follow a plan with sites map nothing"
+        yield "F2: look for plans in the steps that map; a step that follows a plan with sites maps nothing"
     if "F1" in real:
         yield "F1: open the trace, find the copy that compute waits for, and mend that wait before more timings"
     if "F4" in real:

@@ -109,7 +109,7 @@ int mm_device_fetch(mm_device*, void* to_host, const void* from, size_t bytes, m
 //   compare, sum  return when the stream has reached the result
 //   compare    the results of two runs of an op, in words of 4 bytes; the second one was made in memory full of the
 //   byte
-//              `fill` (below 0: of nothing). `found`: the bits of mm_compared
+//              `fill` (below 0: it was not filled). `found`: the bits of mm_compared
 //   sum        depends on the bytes alone; not the sum of any function for the host
 //   sum_begin  only queues; `block` is the start of a live block, which may be freed at once and counts as touched by
 //              the stream. Each sum is ended, which waits, or dropped, before the device is closed

@@ -12,7 +12,7 @@ struct Compared {
 };
 
 // Adds the comparison of two blocks on the host. `second` was made in memory full of the byte `fill`: a word that still
-// holds it may be a gap. Below 0: it was full of nothing, and every word is written.
+// holds it may be a gap. Below 0: it was not filled, and every word counts as written.
 void compare(const void* first, const void* second, uint64_t nbytes, int fill, Compared* found);
 
 }  // namespace memmgr::pager

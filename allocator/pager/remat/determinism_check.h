@@ -14,7 +14,8 @@ enum class Again : uint8_t {
 };
 // Runs the recipe a second time and compares. `outputs`: the storages that the first run made; null: not compared.
 // `before`: the bytes that the op wrote to, as they were, for each such tensor. The inputs are resident and pinned.
-// Where the pool does not fill, gaps are compared like all other words.
+// Where the pool does not fill, gaps are compared like all other words. On a device that fills, a run without fills is
+// timed before.
 Again run_again(Session& session, const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
                 std::vector<StoragePtr> before);
 

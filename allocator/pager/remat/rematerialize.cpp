@@ -435,7 +435,7 @@ std::vector<StoragePtr> run_over_inputs(Pool& pool, const Recipe& r, std::vector
   const Filling filling(fill);
   std::vector<StoragePtr> made = run(pool, r, std::move(sources));
   pool.settle_stream();
-  // On a device a fill takes as long as the op.
+  // On a device a fill may take as long as the op.
   if (fill < 0 || pool.on_host()) note_seconds(r.kind, seconds_of_ticks(ticks() - begun));
   return made;
 }
