@@ -364,7 +364,7 @@ def test_the_budget_device_is_the_free_memory_and_that_of_the_tensors(
 def test_host_memory_of_a_container_is_what_its_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_groups", lambda: [(10 * GIB, 2 * GIB)])
     assert devices.host_bytes(torch.device("cpu"), 100 * GIB) == GIB
-    assert devices.room_bytes(torch.device("cpu")) < 9 * GIB  # with what this process has already
+    assert devices.room_bytes(torch.device("cpu")) < 9 * GIB  # and the resident set of this process
 
 
 def test_a_device_without_free_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
