@@ -382,14 +382,33 @@ class Pager:
         and its numbers are integers. False: the function is not from Inductor's binding.
         """
 
+    def paged_run(self, run: Callable[..., Any], *, key: str, name: str, args: str, repeats: bool) -> Callable[..., Any]:
+        """A function that launches a Triton kernel by `run`, each launch as an op.
+
+        `args` has a letter for each leading argument (ARGUMENT_READ, ...); later tensors are written. `repeats`: as of
+        page_kernel, and the key is this kernel's alone.
+        """
+
     def page_buffers(self, function: Any, /) -> bool:
         """Makes the buffers that compiled graphs allocate by this function cells.
 
         False: it is no function of C with positional arguments.
         """
 
+    def in_launch(self, tensor: Addressed, /) -> bool:
+        """True: a Triton kernel is being launched in this thread, and the tensor stays where it is until the launch ends..
+
+
+        """
+
+    def page_alignment_check(self, function: Any, /) -> bool:
+        """The function that copies inputs whose address is not aligned reads no address of an absent tensor.
+
+        False: it is no function of C with one argument.
+        """
+
     def unpage_kernels(self) -> None:
-        """All kernels run, and buffers are allocated, as they were before."""
+        """All kernels and functions of compiled graphs run as they did before."""
 
     def call_graph(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
         """Calls a compiled graph that is paged launch by launch. `forward`: it is that of a training."""

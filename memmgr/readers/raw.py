@@ -280,6 +280,8 @@ class RawReaders:
         pins = getattr(self._scope, "pins", None)
         if pins is not None:
             pins.append(self._pager.pin([addressed_of(owner)]))
+        elif self._pager.in_launch(addressed_of(owner)):
+            pass  # Triton's launcher hands the address on to the device
         elif only_compares(caller):
             return pointers.name(original, owner)
         elif self._pager.escape(addressed_of(owner), Escape.POINTER):

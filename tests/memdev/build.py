@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,12 @@ FOLDER = HERE.parents[1] / "build" / "tests"
 
 def library() -> Path:
     """memdev."""
-    return torch_library("memdev", HERE / "memdev.cpp", sorted(HERE.glob("*.h")), ["-fvisibility=hidden"])
+    return torch_library(
+        "memdev",
+        HERE / "memdev.cpp",
+        sorted(HERE.glob("*.h")),
+        ["-fvisibility=hidden", f"-I{sysconfig.get_path('include')}", "-ltorch_python"],
+    )
 
 
 def torch_library(name: str, source: Path, headers: Sequence[Path], flags: Sequence[str]) -> Path:

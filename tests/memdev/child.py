@@ -50,7 +50,9 @@ def run(scenario: str, *, timeout: float = 60, **kwargs: Any) -> Any:
     return finish(start(scenario, timeout=timeout, **kwargs), timeout)
 
 
-def each_once(scenarios: dict[str, tuple[str, str, dict[str, Any]]]) -> Iterator[Callable[[str], Any]]:
+def each_once(
+    scenarios: dict[str, tuple[str, str, dict[str, Any]]], timeout: float = 60
+) -> Iterator[Callable[[str], Any]]:
     """Yields a function from a scenario's name to its result; a scenario is (module, function, arguments). Each runs once,
     two at a time, requested ones first. For a fixture."""
     pool = ThreadPoolExecutor(max_workers=2)
@@ -60,7 +62,7 @@ def each_once(scenarios: dict[str, tuple[str, str, dict[str, Any]]]) -> Iterator
         for each in (name, *scenarios):
             if each not in started:
                 module, scenario, kwargs = scenarios[each]
-                started[each] = pool.submit(run, scenario, module=f"memdev.{module}", **kwargs)
+                started[each] = pool.submit(run, scenario, module=f"memdev.{module}", timeout=timeout, **kwargs)
         return started[name].result()
 
     yield result

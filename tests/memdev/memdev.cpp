@@ -12,6 +12,7 @@
 #include "core.h"
 #include "guard.h"
 #include "kernels.h"
+#include "launches.h"
 #include "memory.h"
 #include "native.h"
 
@@ -129,6 +130,17 @@ MEMDEV_API void memdev_use_core(int ordinal, void* device, void* alloc, void* fr
   functions.free = reinterpret_cast<decltype(functions.free)>(free);
   functions.used = reinterpret_cast<decltype(functions.used)>(used);
   memdev::UseCore(ordinal, device, functions);
+}
+// Launches a function in C on the current stream: `n` addresses and integers, and the bytes that it reads and writes.
+MEMDEV_API void memdev_launch(void* function, int n, const uint64_t* words, uint64_t bytes) {
+  const int device = memdev::thread_state.device;
+  memdev::Launch(device, memdev::CurrentStream(device),
+                 std::make_unique<memdev::RawKernel>(function, std::vector<uint64_t>(words, words + n), bytes));
+}
+// A function for Python. The GIL is held.
+MEMDEV_API PyObject* memdev_empty_strided() {
+  static PyMethodDef def = {"empty_strided_memdev", &memdev::EmptyStridedForPython, METH_VARARGS, nullptr};
+  return PyCFunction_New(&def, nullptr);
 }
 MEMDEV_API void memdev_capture(int more) { memdev::captures.fetch_add(more); }
 // The double has virtual time. `hollow`: kernels and large copies do nothing.

@@ -158,13 +158,7 @@ class OwnTime {
 
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
           Moment* moment) {
-  if (C10_UNLIKELY(queues)) {
-    note_stream(the_session);
-    if (C10_UNLIKELY(unmarked().due())) {
-      mark_stream(the_session);
-      end_comparisons_that_are_there();
-    }
-  }
+  follow_stream();
   Depth depth;
   OwnTime own(depth.outermost());
   std::optional<Admitted> admitted;  // ends after the pins
@@ -496,6 +490,13 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }
 
 }  // namespace
+
+void follow_queue() {
+  note_stream(the_session);
+  if (C10_LIKELY(!unmarked().due())) return;
+  mark_stream(the_session);
+  end_comparisons_that_are_there();
+}
 
 const c10::BoxedKernel& boxed_kernel() {
   static const auto kernel = c10::BoxedKernel::makeFromFunction<&fallback>();

@@ -7,12 +7,19 @@
 #include "dispatch/op_run.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
+#include "pools/stream_rules.h"
 
 namespace memmgr::pager {
 
 // Evicts the cells of an op that has run, and releases the frame. by_turns: all cells, alternately evicted and
 // offloaded (torture mode). Otherwise the cells that a recipe can make.
 void evict_touched(Frame* frame, bool by_turns);
+
+// Called before this thread queues an op or a launch: notes its stream, and marks it where that is due.
+void follow_queue();
+inline void follow_stream() {
+  if (C10_UNLIKELY(queues)) follow_queue();
+}
 
 // The kernel itself, for kernels that have types (small_ops.cpp).
 const c10::BoxedKernel& boxed_kernel();

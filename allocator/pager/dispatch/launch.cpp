@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <list>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -24,6 +25,8 @@
 #include "base/wait.h"
 #include "cells/adoption.h"
 #include "cells/cell.h"
+#include "cells/check_graph.h"
+#include "cells/stream_order.h"
 #include "concurrency/admission.h"
 #include "concurrency/deferred_steps.h"
 #include "dispatch/kernel.h"
@@ -32,7 +35,9 @@
 #include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
+#include "guards/escape.h"
 #include "guards/extension_ops.h"
+#include "guards/stream_guard.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
 #include "plan/op_in_timeline.h"
@@ -49,33 +54,28 @@ namespace memmgr::pager {
 namespace {
 
 struct Kernel {
-  PyCFunction original;
   OpInfo* info;
-  std::string args;  // one letter for each argument: a tensor that is read or written, or a number
+  std::string args;                // one letter for each argument: a tensor that is read or written, or a number
+  PyCFunction original = nullptr;  // of a kernel in C++
 };
 
-// Kernels by the table of functions of their library. Python unloads no library, so an entry stays valid. It is not
-// erased, because a launch may wait without the GIL while the budget closes. Guarded by the GIL.
+// Kernels in C++ by the table of functions of their library. Python unloads no library, so an entry stays valid. It is
+// not erased, because a launch may wait without the GIL while the budget closes. Guarded by the GIL.
 NoDestructor<std::unordered_map<PyMethodDef*, Kernel>> kernels;
 
-// Replays of other launches run without the GIL.
-PyObject* run_kernel(const Kernel& kernel, PyObject* self, PyObject* args) {
-  const Hold lock(lock_of(LockId::kLaunches));
-  return kernel.original(self, args);
-}
+// The positional arguments of a launch.
+using Positional = c10::ArrayRef<PyObject*>;
 
+// A tensor beyond the letters is written.
 template <class F>
-void for_each_tensor(const Kernel& kernel, PyObject* args, const F& visit) {
-  const size_t n = std::min(kernel.args.size(), static_cast<size_t>(PyTuple_GET_SIZE(args)));
-  for (size_t i = 0; i < n; ++i) {
-    const char kind = kernel.args[i];
-    PyObject* o = PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i));
-    if ((kind == kArgumentRead || kind == kArgumentWritten) && THPVariable_Check(o))
-      visit(THPVariable_Unpack(o).unsafeGetTensorImpl(), kind == kArgumentWritten);
-  }
+void for_each_tensor(const Kernel& kernel, Positional args, const F& visit) {
+  for (size_t i = 0; i < args.size(); ++i)
+    if (THPVariable_Check(args[i]))
+      visit(THPVariable_Unpack(args[i]).unsafeGetTensorImpl(),
+            i >= kernel.args.size() || kernel.args[i] != kArgumentRead);
 }
 
-void touch(const Kernel& kernel, PyObject* args, Frame* frame) {
+void touch(const Kernel& kernel, Positional args, Frame* frame) {
   for_each_tensor(kernel, args, [&](c10::TensorImpl* t, bool written) { frame->tensor(t, written); });
 }
 
@@ -84,12 +84,14 @@ class LaunchRecording {
  public:
   LaunchRecording(const Kernel& kernel, bool outermost)
       : kernel_(kernel),
-        on_(tl_compiled_forward && outermost && kernel.info->function.load(std::memory_order_relaxed) && !tl_foreign &&
-            !forked_child && !captures.load()) {}
+        on_(tl_compiled_forward && outermost &&
+            (kernel.info->function.load(std::memory_order_relaxed) ||
+             kernel.info->run.load(std::memory_order_relaxed)) &&
+            !tl_foreign && !forked_child && !captures.load()) {}
 
   // Reads the arguments, before their tensors are touched. The bytes that the kernel writes over belong to versions.
   // The GIL is held.
-  void read(PyObject* args) {
+  void read(Positional args) {
     if (C10_LIKELY(!on_)) return;
     on_ = read_arguments(args);
     for (const KernelArgument& a : arguments_) {
@@ -105,6 +107,9 @@ class LaunchRecording {
     if (C10_LIKELY(!on_) || frame.bytes() == 0) return;
     recording_.begin(describe_launch(the_session, kernel_.info, arguments_));
     if (!recording_.recipe()) return;
+    // Only the host clears gaps before a launch.
+    if (!the_session.pool->on_host() && recording_.recipe()->kind->clears.load(std::memory_order_relaxed))
+      return recording_.give_up();
     for (const KernelArgument& a : arguments_)
       if (a.written) note_written(a.tensor->unsafe_storage().unsafeGetStorageImpl());
     if (C10_UNLIKELY(recording_.is_new())) recording_.copy_written();
@@ -151,11 +156,10 @@ class LaunchRecording {
 
  private:
   // False: the launch cannot be recorded, or its kernel raises an error.
-  bool read_arguments(PyObject* args) {
-    const auto n = static_cast<size_t>(PyTuple_GET_SIZE(args));
-    if (n != kernel_.args.size()) return false;
-    for (size_t i = 0; i < n; ++i) {
-      PyObject* o = PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i));
+  bool read_arguments(Positional args) {
+    if (args.size() != kernel_.args.size()) return false;
+    for (size_t i = 0; i < args.size(); ++i) {
+      PyObject* o = args[i];
       KernelArgument& a = arguments_.emplace_back();
       a.written = kernel_.args[i] == kArgumentWritten;
       if (kernel_.args[i] != kArgumentNumber) {
@@ -184,7 +188,7 @@ class LaunchRecording {
 };
 
 // Restores and pins the kernel's tensors, and gives the written ones a new version.
-void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame, std::optional<Admitted>* admitted,
+void prepare(const Kernel& kernel, Positional args, bool outermost, Frame* frame, std::optional<Admitted>* admitted,
              LaunchRecording* recording) {
   bool alone = false;
   for (int pauses = 0;;) {
@@ -212,7 +216,37 @@ void prepare(const Kernel& kernel, PyObject* args, bool outermost, Frame* frame,
   }
 }
 
-PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* moment) {
+// The Triton launch that runs in this thread. Its code is Python's, and may ask for addresses.
+struct RunningLaunch {
+  explicit RunningLaunch(const Frame* frame) : touched(frame), outer(innermost) { innermost = this; }
+  ~RunningLaunch() { innermost = outer; }
+  RunningLaunch(const RunningLaunch&) = delete;
+  RunningLaunch& operator=(const RunningLaunch&) = delete;
+
+  // Pins the cell until the launch ends. Its first launch tries several variants of the kernel, on copies of tensors.
+  void keep(Cell* c, c10::StorageImpl* s) {
+    for (const Touched& t : touched->cells())
+      if (t.cell == c) return;
+    Frame& more = others.emplace_back(the_session);
+    more.storage(s, true);
+    std::optional<WithoutGil> released;
+    if (!c->resident()) released.emplace();
+    more.pin_all();
+    more.begin_writes();
+    more.end_newborns();
+  }
+
+  const Frame* const touched;
+  RunningLaunch* const outer;
+  std::list<Frame> others;
+  static thread_local RunningLaunch* innermost;
+};
+thread_local RunningLaunch* RunningLaunch::innermost = nullptr;
+
+// `run` launches the kernel while the tensors of a frame are pinned, and returns null after an error of Python's.
+template <class Run>
+PyObject* page(const Kernel& kernel, Positional args, const Run& run, Moment* moment) {
+  follow_stream();
   const Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame(the_session);
@@ -221,55 +255,81 @@ PyObject* page(const Kernel& kernel, PyObject* self, PyObject* args, Moment* mom
   recording.read(args);
   touch(kernel, args, &frame);
   if (works_in_flight()) poll_works();
-  if (frame.empty() && !frame.writes()) return run_kernel(kernel, self, args);
+  if (frame.empty() && !frame.writes()) return run(&frame);
   if (C10_UNLIKELY(moment != nullptr) && !frame.empty()) moment->begins(kernel.info, frame);
   prepare(kernel, args, depth.outermost(), &frame, &admitted, &recording);
   recording.clear_gaps();
   const uint64_t& waited = waited_ns();
-  const uint64_t stalled = waited, begun = ticks();
+  const uint64_t stalled = waited;
+  OpTimer timer;
+  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && depth.outermost())
+    timer.begin(*the_session.pool, kernel.info);
+  const uint64_t begun = ticks();
   if (depth.outermost()) taking().begin_scratch();
-  PyObject* result = run_kernel(kernel, self, args);
+  PyObject* result = run(&frame);
   double seconds = seconds_of_ticks(ticks() - begun);
+  timer.end();
   if (const uint64_t stall = waited - stalled) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
   if (depth.outermost() && frame.bytes() > 0)
     note_working_set(the_session, frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
   frame.end_newborns();
+  if (C10_UNLIKELY(queues)) note_queued(frame.bytes());
   if (!result) return nullptr;
   recording.end(seconds);
-  if (C10_UNLIKELY(moment != nullptr)) moment->ended(kernel.info, nullptr, 0, seconds, 0);
+  if (C10_UNLIKELY(moment != nullptr)) moment->ended(kernel.info, nullptr, 0, seconds, 0, &timer);
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   if (C10_UNLIKELY(the_session.options.torture) && depth.outermost()) evict_touched(&frame, true);
   return result;
 }
 
-PyObject* paged(const Kernel& kernel, PyObject* self, PyObject* args) {
+template <class Run>
+PyObject* paged(const Kernel& kernel, Positional args, const Run& run) {
   if (C10_UNLIKELY(pending_slices.load(std::memory_order_relaxed) > 0))
     for_each_tensor(kernel, args, [](c10::TensorImpl* t, bool) {
       each_storage(t, [](c10::StorageImpl* s) { finish_pending_of(the_session, s); });
     });
-  if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0)
-    return page(kernel, self, args, nullptr);
-  Moment moment(the_session);
-  PyObject* result = page(kernel, self, args, &moment);
-  moment.left();
+  if (tl_depth > 0 || tl_running_recipes > 0) return page(kernel, args, run, nullptr);
+  PyObject* result = nullptr;
+  if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed))) {
+    result = page(kernel, args, run, nullptr);
+  } else {
+    Moment moment(the_session);
+    result = page(kernel, args, run, &moment);
+    moment.left();
+  }
+  if (C10_UNLIKELY(checks_graph.load(std::memory_order_relaxed)) && result) check_graph_after_op();
   return result;
 }
 
-// Replaces the kernel's C function while a budget is open.
-PyObject* launch(PyObject* self, PyObject* args) {
-  const Kernel& kernel = kernels->find(PyModule_GetDef(self)->m_methods)->second;
+// A captured graph stores the addresses of the kernel's tensors.
+template <class Run>
+PyObject* captured(const Kernel& kernel, Positional args, const Run& run) {
+  const Depth depth;
+  Frame frame(the_session);
+  touch(kernel, args, &frame);
+  frame.pin_all();
+  frame.begin_writes();
+  for (const Touched& t : frame.cells()) escape(t.cell, Escape::kCaptured);
+  frame.end_newborns();
+  return run(&frame);
+}
+
+template <class Run>
+PyObject* launch(const Kernel& kernel, Positional args, const Run& run) {
   std::optional<InKernel> inside;
   if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
   // In a region the kernel's tensors are pinned already.
   if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0)) {
     inside.reset();
-    return run_kernel(kernel, self, args);
+    return run(nullptr);
   }
   inside->count_op();
   return guarded([&] {
     try {
-      return paged(kernel, self, args);
+      if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing(*the_session.pool))
+        return captured(kernel, args, run);
+      return paged(kernel, args, run);
     } catch (const c10::OutOfMemoryError&) {
       std::vector<c10::TensorImpl*> tensors;
       for_each_tensor(kernel, args, [&](c10::TensorImpl* t, bool) { tensors.push_back(t); });
@@ -278,6 +338,36 @@ PyObject* launch(PyObject* self, PyObject* args) {
     }
   });
 }
+
+// Replaces a C++ kernel's function while a budget is open. Replays of other launches run without the GIL.
+PyObject* launch_function(PyObject* self, PyObject* args) {
+  const Kernel& kernel = kernels->find(PyModule_GetDef(self)->m_methods)->second;
+  const Positional items(&PyTuple_GET_ITEM(args, 0), static_cast<size_t>(PyTuple_GET_SIZE(args)));
+  return launch(kernel, items, [&](const Frame*) {
+    const Hold lock(lock_of(LockId::kLaunches));
+    return kernel.original(self, args);
+  });
+}
+
+// A Triton kernel: the object that replaces its `run` has one.
+struct Launcher {
+  Kernel kernel;
+  PyObject* run;
+};
+
+// `self`: a capsule with the Launcher. Keywords hold no tensor.
+PyObject* launch_by(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names) {
+  const auto* by = static_cast<const Launcher*>(PyCapsule_GetPointer(self, nullptr));
+  if (!by) return nullptr;
+  return launch(by->kernel, Positional(const_cast<PyObject**>(args), static_cast<size_t>(n)), [&](const Frame* frame) {
+    std::optional<RunningLaunch> running;
+    if (frame) running.emplace(frame);
+    return PyObject_Vectorcall(by->run, args, static_cast<size_t>(n), names);
+  });
+}
+
+PyMethodDef launcher_def = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&launch_by)),
+                            METH_FASTCALL | METH_KEYWORDS, nullptr};
 
 // Returns the table of functions of the library that holds the kernel. Null: the function is not from Inductor's
 // binding.
@@ -288,14 +378,36 @@ PyMethodDef* table_of(PyObject* function) {
   return module && module->m_methods == def && def->ml_flags == METH_VARARGS ? def : nullptr;
 }
 
-// The function that allocates a compiled graph's buffers on the CPU, without an op. Guarded by the GIL.
-struct Buffers {
+// A function in C of torch's that compiled graphs call without an op, while another is in its place. Guarded by the
+// GIL.
+struct Replaced {
   PyMethodDef* def = nullptr;  // null: it was never replaced
   PyCFunction original = nullptr;
+
+  // False: it is no function in C with these arguments (METH_...).
+  bool replace(PyObject* function, int arguments, PyCFunction by) {
+    if (!PyCFunction_CheckExact(function)) return false;
+    PyMethodDef* found = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
+    if (found->ml_flags != arguments) return false;
+    if (found->ml_meth != by) *this = {found, found->ml_meth};
+    found->ml_meth = by;
+    return true;
+  }
+  void put_back() const {
+    if (def) def->ml_meth = original;
+  }
 };
-Buffers& buffers() {
-  static Buffers b;
-  return b;
+
+// Allocates buffers on the budget's device.
+Replaced& buffers() {
+  static Replaced r;
+  return r;
+}
+
+// Copies an input whose address is not aligned as the graph's kernels need it.
+Replaced& alignment_check() {
+  static Replaced r;
+  return r;
 }
 
 // Allocates a buffer. Waits for other threads whose buffers or ops take the room.
@@ -337,10 +449,37 @@ PyObject* allocate(PyObject* self, PyObject* args) {
     return buffers().original(self, args);
   }
   return guarded([&]() -> PyObject* {
+    if (C10_UNLIKELY(queues)) note_stream(the_session);
     PyObject* made = allocate_or_wait(self, args);
     if (made && THPVariable_Check(made) && THPVariable_Unpack(made).has_storage())
       begin_buffer(THPVariable_Unpack(made).unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     return made;
+  });
+}
+
+// Blocks of the pool are aligned to more than any kernel needs, so only the place in its block decides about a tensor,
+// and an absent one stays absent. Memory from before the budget may have another alignment.
+bool is_aligned(const c10::TensorImpl* t, const Cell* c) {
+  constexpr int64_t kAlignment = 64;
+  return (!c->outside || !c->resident()) && t->storage_offset() * static_cast<int64_t>(t->itemsize()) % kAlignment == 0;
+}
+
+// Replaces the function that checks inputs while a budget is open.
+PyObject* check_alignment(PyObject* self, PyObject* input) {
+  std::optional<InKernel> inside;
+  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
+  c10::TensorImpl* t = THPVariable_Check(input) ? THPVariable_Unpack(input).unsafeGetTensorImpl() : nullptr;
+  const Cell* c = inside && t && t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
+  if (!c || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0) {
+    inside.reset();
+    return alignment_check().original(self, input);
+  }
+  return guarded([&]() -> PyObject* {
+    if (C10_LIKELY(is_aligned(t, c))) return Py_NewRef(input);
+    Frame frame(the_session);
+    frame.tensor(t, false);
+    frame.pin_all();
+    return alignment_check().original(self, input);  // a copy is an op
   });
 }
 
@@ -362,31 +501,49 @@ bool page_kernel(PyObject* function, const std::string& key, const std::string& 
                  bool repeats) {
   PyMethodDef* def = table_of(function);
   if (!def) return false;
-  if (def->ml_meth != &launch) {
+  if (def->ml_meth != &launch_function) {
     OpInfo* info = info_of_kernel(key, name);
     // A library that was loaded before with the same source stays loaded, and recipes may call it.
     if (repeats && args.size() <= kMostKernelArguments && !info->function) info->function = function_behind(def);
     // A launch of an earlier budget may still read its entry.
-    kernels->try_emplace(def, Kernel{def->ml_meth, info, args});
-    def->ml_meth = &launch;
+    kernels->try_emplace(def, Kernel{info, args, def->ml_meth});
+    def->ml_meth = &launch_function;
   }
   return true;
 }
 
-void unpage_kernels() {
-  for (auto& [def, kernel] : *kernels) def->ml_meth = kernel.original;
-  if (Buffers& b = buffers(); b.def) b.def->ml_meth = b.original;
+PyObject* paged_run(PyObject* run, const std::string& key, const std::string& name, const std::string& args,
+                    bool repeats) {
+  OpInfo* info = info_of_kernel(key, name);
+  // Recipes of an earlier budget, which read another one, have ended.
+  PyObject* again = repeats && args.size() <= kMostKernelArguments ? Py_NewRef(run) : nullptr;
+  Py_XDECREF(info->run.exchange(again));
+  auto* by = new Launcher{{info, args}, Py_NewRef(run)};
+  PyObject* self = PyCapsule_New(by, nullptr, [](PyObject* capsule) {
+    auto* ended = static_cast<Launcher*>(PyCapsule_GetPointer(capsule, nullptr));
+    Py_DECREF(ended->run);
+    delete ended;
+  });
+  PyObject* made = self ? PyCFunction_New(&launcher_def, self) : nullptr;
+  Py_XDECREF(self);  // `made` has it
+  return made;
 }
 
-bool page_buffers(PyObject* function) {
-  if (!PyCFunction_CheckExact(function)) return false;
-  PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
-  if (def->ml_flags != METH_VARARGS) return false;
-  Buffers& b = buffers();
-  if (def->ml_meth != &allocate) b = {def, def->ml_meth};
-  def->ml_meth = &allocate;
-  return true;
+bool in_launch(c10::StorageImpl* s) {
+  RunningLaunch* launch = RunningLaunch::innermost;
+  if (Cell* c = launch && s ? cell_of(s) : nullptr) launch->keep(c, s);
+  return launch != nullptr || tl_running_recipes > 0;  // a replay's tensors are no cells
 }
+
+void unpage_kernels() {
+  for (auto& [def, kernel] : *kernels) def->ml_meth = kernel.original;
+  buffers().put_back();
+  alignment_check().put_back();
+}
+
+bool page_buffers(PyObject* function) { return buffers().replace(function, METH_VARARGS, &allocate); }
+
+bool page_alignment_check(PyObject* function) { return alignment_check().replace(function, METH_O, &check_alignment); }
 
 PyObject* call_graph(PyObject* function, PyObject* args, PyObject* kwargs, bool forward) {
   static std::atomic<uint64_t> calls{0};

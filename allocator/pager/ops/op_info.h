@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <Python.h>
 #include <c10/util/ArrayRef.h>
 
 #include <atomic>
@@ -46,8 +47,10 @@ struct OpInfo {
   c10::OperatorHandle op;
   c10::OperatorName called;  // a copy, since the op may end before the tensors that it has made
   std::string kernel;        // the name of a compiled graph's kernel (launch.h), whose `op` is not used; empty: an op
-  // The kernel's function in C. Its arguments are addresses and integers. Null: its launches have no recipe.
+  // The kernel's function in C, with addresses and integers as arguments, or the `run` of a Triton kernel in Python,
+  // with tensors and integers; `run` is read with the GIL. Both null: its launches have no recipe.
   std::atomic<void*> function{nullptr};
+  std::atomic<PyObject*> run{nullptr};
   OpClass kind = OpClass::kOrdinary;
   bool torchs = false;         // aten or prims
   bool recordable = false;     // aten or prims, functional or with one declared write, nothing hidden

@@ -198,7 +198,16 @@ bool py_page_kernel(Object function, const std::string& key, const std::string& 
   return page_kernel(function.object, key, name, args, repeats);
 }
 
+Callable py_paged_run(Callable run, const std::string& key, const std::string& name, const std::string& args,
+                      bool repeats) {
+  return {{paged_run(run.object, key, name, args, repeats)}};
+}
+
 bool py_page_buffers(Object function) { return page_buffers(function.object); }
+
+bool py_in_launch(Addressed o) { return in_launch(storage_of(o.object).get()); }
+
+bool py_page_alignment_check(Object function) { return page_alignment_check(function.object); }
 
 Object py_call_graph(Callable function, Arguments args, Keywords kwargs, bool forward) {
   return {call_graph(function.object, args.object, kwargs.object, forward)};
@@ -206,6 +215,29 @@ Object py_call_graph(Callable function, Arguments args, Keywords kwargs, bool fo
 
 List py_objects_of(Types types, std::optional<TextList> libraries) {
   return {{objects_of(types.object, libraries ? libraries->object : nullptr)}};
+}
+
+void bind_compiled_graphs(Module& m) {
+  m.def<&py_page_kernel>("page_kernel", "function, *, key, name, args, repeats",
+                         "Makes the launches of a compiled graph's kernel ops. `args` has a letter for each argument "
+                         "(ARGUMENT_READ, ...). `repeats`: the same arguments make the same bytes, and its numbers are "
+                         "integers. False: the function is not from Inductor's binding.");
+  m.def<&py_paged_run>("paged_run", "run, *, key, name, args, repeats",
+                       "A function that launches a Triton kernel by `run`, each launch as an op. `args` has a letter "
+                       "for each leading argument (ARGUMENT_READ, ...); later tensors are written. `repeats`: as of "
+                       "page_kernel, and the key is this kernel's alone.");
+  m.def<&py_page_buffers>("page_buffers", "function",
+                          "Makes the buffers that compiled graphs allocate by this function cells. False: it is no "
+                          "function of C with positional arguments.");
+  m.def<&py_in_launch>("in_launch", "tensor",
+                       "True: a Triton kernel is being launched in this thread, and the tensor stays where it is until "
+                       "the launch ends.");
+  m.def<&py_page_alignment_check>("page_alignment_check", "function",
+                                  "The function that copies inputs whose address is not aligned reads no address of "
+                                  "an absent tensor. False: it is no function of C with one argument.");
+  m.def<&unpage_kernels>("unpage_kernels", "", "All kernels and functions of compiled graphs run as they did before.");
+  m.def<&py_call_graph>("call_graph", "function, args, kwargs, forward",
+                        "Calls a compiled graph that is paged launch by launch. `forward`: it is that of a training.");
 }
 
 }  // namespace
@@ -255,16 +287,7 @@ void bind_readers(Module& m) {
   m.def<&py_reducers_listen>("reducers_listen", "begin", "A backward with reducers that wait begins or ends.");
   m.def<&py_begin_capture>("begin_capture", "", "A graph is about to be captured.");
   m.def<&py_end_capture>("end_capture", "", "Its capture has ended.");
-  m.def<&py_page_kernel>("page_kernel", "function, *, key, name, args, repeats",
-                         "Makes the launches of a compiled graph's kernel ops. `args` has a letter for each argument "
-                         "(ARGUMENT_READ, ...). `repeats`: the same arguments make the same bytes, and its numbers are "
-                         "integers. False: the function is not from Inductor's binding.");
-  m.def<&py_page_buffers>("page_buffers", "function",
-                          "Makes the buffers that compiled graphs allocate by this function cells. False: it is no "
-                          "function of C with positional arguments.");
-  m.def<&unpage_kernels>("unpage_kernels", "", "All kernels run, and buffers are allocated, as they were before.");
-  m.def<&py_call_graph>("call_graph", "function, args, kwargs, forward",
-                        "Calls a compiled graph that is paged launch by launch. `forward`: it is that of a training.");
+  bind_compiled_graphs(m);
   m.def<&py_objects_of>("objects_of", "types, libraries=None",
                         "The objects of these types that the garbage collector tracks, and the functions that pybind11 "
                         "has bound in these libraries.");

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cells/adoption.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
@@ -22,7 +23,7 @@ struct LaunchDescriber {
   // False: the launch cannot be recorded.
   bool tensor(const KernelArgument& argument, size_t at) {
     c10::TensorImpl* t = argument.tensor;
-    if (!is_plain(session, t) || !t->device().is_cpu()) return false;
+    if (!is_plain(session, t) || t->device() != session.pool->device) return false;
     c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
     const bool owner = argument.written && std::find(written.begin(), written.begin() + at, s) == written.begin() + at;
     const bool alias = !owner && std::find(written.begin(), written.end(), s) != written.end();
@@ -65,7 +66,8 @@ std::unique_ptr<Recipe> describe_launch(Session& session, OpInfo* info, c10::Arr
   LaunchDescriber d{session, r.get(), {}, {}, {}, {}};
   for (const KernelArgument& a : args)
     d.written.push_back(a.written ? a.tensor->unsafe_storage().unsafeGetStorageImpl() : nullptr);
-  const void* const code = info->function.load(std::memory_order_relaxed);
+  const void* code = info->function.load(std::memory_order_relaxed);
+  if (!code) code = info;  // Triton's source names the kernel, and a budget has one with this name
   d.hash.mix(reinterpret_cast<uintptr_t>(info));
   d.hash.mix(reinterpret_cast<uintptr_t>(code));
   r->args.reserve(args.size());

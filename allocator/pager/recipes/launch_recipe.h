@@ -1,4 +1,5 @@
-// Recipes of launches: a compiled kernel's function in C, with addresses and integers (rule 5).
+// Recipes of launches: a compiled kernel's function in C with addresses and integers, or the `run` of a Triton kernel
+// with tensors and integers (rule 5).
 #pragma once
 
 #include <memory>
@@ -15,7 +16,7 @@ struct KernelArgument {
   bool written = false;
   int64_t number = 0;
 };
-// Describes the launch of a kernel that has a function in C (OpInfo::function), as describe() does for an op.
+// Describes the launch of a kernel that can run again (OpInfo::function, run), as describe() does for an op.
 std::unique_ptr<Recipe> describe_launch(Session& session, OpInfo* info, c10::ArrayRef<KernelArgument> args);
 
 }  // namespace memmgr::pager

@@ -3,10 +3,14 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
 #include <utility>
 
+#include "base/gil.h"
 #include "base/lock.h"
 #include "base/refusal.h"
 #include "base/thread_state.h"
@@ -142,25 +146,57 @@ constexpr auto callers(std::index_sequence<N...>) {
 }
 
 // Runs a compiled kernel's function. It reads no state of the thread but the numerics.
-std::vector<StoragePtr> run_launch(Pool& pool, const Recipe& r, std::vector<Source> sources) {
+void run_function(const Recipe& r, const std::vector<StoragePtr>& storages) {
   static constexpr auto kCallers = callers(std::make_index_sequence<kMostKernelArguments + 1>());
+  std::array<uintptr_t, kMostKernelArguments> words{};
+  for (size_t i = 0; i < r.args.size(); ++i)
+    if (r.args[i].isInt()) words[i] = static_cast<uintptr_t>(r.args[i].toInt());
+  for (size_t i = 0; i < r.tensors.size(); ++i) {
+    const TensorArg& a = r.tensors[i];
+    words[a.argument] = reinterpret_cast<uintptr_t>(pointer_of(storages[i].get()).get()) +
+                        static_cast<uintptr_t>(a.offset) * a.dtype.itemsize();
+  }
+  const Hold lock(lock_of(LockId::kLaunches));
+  kCallers[r.args.size()](r.info->function.load(std::memory_order_relaxed), words.data());
+}
+
+// Runs a Triton kernel by Python. Other Python code does not come between: no finalizer of a collection, and no
+// compiler.
+void run_in_python(const Pool& pool, const Recipe& r, const std::vector<StoragePtr>& storages) {
+  const pybind11::gil_scoped_acquire gil;
+  const NoCollection uncollected;
+  const NotCompiled interpreted;
+  const auto checked = [](PyObject* o) {
+    if (o) return o;
+    python_error error;
+    error.persist();
+    throw std::move(error);
+  };
+  THPObjectPtr args(checked(PyTuple_New(static_cast<Py_ssize_t>(r.args.size()))));
+  for (size_t i = 0; i < r.args.size(); ++i)
+    if (r.args[i].isInt())
+      PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(r.args[i].toInt())));
+  for (size_t i = 0; i < r.tensors.size(); ++i)
+    PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(r.tensors[i].argument),
+                     checked(THPVariable_Wrap(tensor_over(r.tensors[i], storages[i]))));
+  THPObjectPtr names(checked(Py_BuildValue("{s:K}", "stream", reinterpret_cast<uintptr_t>(pool.stream()))));
+  THPObjectPtr run(Py_NewRef(r.info->run.load(std::memory_order_relaxed)));
+  THPObjectPtr none(checked(PyObject_Call(run.get(), args.get(), names.get())));
+}
+
+std::vector<StoragePtr> run_launch(Pool& pool, const Recipe& r, std::vector<Source> sources) {
   std::vector<StoragePtr> storages, outputs;
   for (size_t i = 0; i < r.tensors.size(); ++i) {
     const TensorArg& a = r.tensors[i];
     storages.push_back(a.role == ArgumentRole::kAlias ? StoragePtr() : storage_for(pool, a, sources[i]));
     if (a.role == ArgumentRole::kWritten || a.role == ArgumentRole::kFresh) outputs.push_back(storages.back());
   }
-  std::array<uintptr_t, kMostKernelArguments> words{};
-  for (size_t i = 0; i < r.args.size(); ++i)
-    if (r.args[i].isInt()) words[i] = static_cast<uintptr_t>(r.args[i].toInt());
-  for (size_t i = 0; i < r.tensors.size(); ++i) {
-    const TensorArg& a = r.tensors[i];
-    const StoragePtr& s = storages[a.role == ArgumentRole::kAlias ? static_cast<size_t>(a.element) : i];
-    words[a.argument] =
-        reinterpret_cast<uintptr_t>(pointer_of(s.get()).get()) + static_cast<uintptr_t>(a.offset) * a.dtype.itemsize();
-  }
-  const Hold lock(lock_of(LockId::kLaunches));
-  kCallers[r.args.size()](r.info->function.load(std::memory_order_relaxed), words.data());
+  for (size_t i = 0; i < r.tensors.size(); ++i)
+    if (r.tensors[i].role == ArgumentRole::kAlias) storages[i] = storages[static_cast<size_t>(r.tensors[i].element)];
+  if (r.info->function.load(std::memory_order_relaxed))
+    run_function(r, storages);
+  else
+    run_in_python(pool, r, storages);
   return outputs;
 }
 
