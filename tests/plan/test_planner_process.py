@@ -278,7 +278,9 @@ def test_it_ends_with_a_parent_that_is_killed() -> None:
 
 @pytest.mark.parametrize("end", ["", "os._exit(0)", "sys.exit()"])
 def test_it_ends_with_its_parent(end: str) -> None:
-    started, pid = program(end, start=forkserver.Popen if end else subprocess.Popen)  # the end of torch's libraries, too
+    started, pid = program(
+        end, start=forkserver.Popen if end else subprocess.Popen
+    )  # the end of torch's libraries, too
     assert started.communicate(timeout=60) == ("", "") and started.returncode == 0
     assert is_gone(pid)
 
