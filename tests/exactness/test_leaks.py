@@ -77,9 +77,9 @@ def thousand_passes(policy: str) -> Iterator[None]:
             yield
 
 
-@scenario(1400)
+@scenario(700)
 def shapes_that_hardly_repeat(policy: str) -> Iterator[None]:
-    """Plans and kinds are caches: they must be bounded. Shapes come again after 210 passes, and the snapshots are
+    """Plans and kinds are caches: they must be bounded. Shapes come again after 105 passes, and the snapshots are
     twice as far apart: at each the same sequences were met last, and the plans that are kept are those of the same shapes."""
     model = cases.MLP(depth=2)
 
@@ -88,8 +88,8 @@ def shapes_that_hardly_repeat(policy: str) -> Iterator[None]:
 
     # However long planning takes: else the plans' cache is still being filled when the first snapshot is taken.
     with mock.patch.object(plans, "FREE_PLANS", 1 << 30), _budget(step, policy):
-        for i in range(1400):
-            step(20 + (i * 37) % 210)
+        for i in range(700):
+            step(20 + (i * 37) % 105 * 2)
             yield
 
 

@@ -30,9 +30,14 @@ def plain(make: type[States]) -> tuple[str, dict[str, int]]:
     return digest, workload.limits(need)
 
 
+# Each takes half a dozen seconds. In a quarter more leaves than in half, which one of them has by turns.
 @pytest.mark.parametrize(
     ("variant", "share"),
-    [(variant, share) for variant in ("amp", "bf16", "lora", "accumulate") for share in ("50%", "25%")]
+    [
+        pytest.param(variant, share, marks=[pytest.mark.slow] * (share == "50%" and variant != "amp"))
+        for variant in ("amp", "bf16", "lora", "accumulate")
+        for share in ("50%", "25%")
+    ]
     + [("lora", "base/3")],
 )
 def test_the_same_bits(variant: str, share: str) -> None:

@@ -111,7 +111,7 @@ def least(trace: Trace) -> int:
     *(st.integers(1, 12), st.integers(0, 50), st.floats(0.0, 1.0), st.sampled_from([50.0, 1000.0, 1e6]), st.booleans()),
     st.sampled_from([0.0, 0.01]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_is_paged_is_valid_and_not_below_the_bound(
     layers: int, seed: int, share: float, rate: float, shared: bool, cpu: float
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_cycle_scans_its_states_once() -> None:
 
 def test_what_lives_on_is_near_the_bound_where_the_step_is_the_wall() -> None:
     for share in (0.75, 0.5, 0.35):
-        trace = Training(40, seed=1).trace()
+        trace = Training(24, seed=1).trace()
         budget = int(trace.unmanaged_peak[0] * share)
         made = plan(trace, budget, link=LINK)
         assert made.feasible

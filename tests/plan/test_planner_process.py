@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import psutil
 import pytest
 
@@ -232,8 +233,9 @@ def test_a_forked_child_leaves_it_alone(process: PlannerProcess) -> None:
     assert asked.result() is None and asks.run(os.getpid)[0] == asked_of
 
 
-PROGRAM = """
+PROGRAM = f"""
 import os, sys, threading, time
+sys.path.append({str(Path(__file__).parent.parent)!r})
 from memmgr.common.threads import Stopped
 from memmgr.native import binding
 from memmgr.runtime import planner_process
@@ -251,12 +253,10 @@ print(planner_process.PLANNER.pid, flush=True)
 """
 
 
-def program(then: str, **options: Any) -> tuple[subprocess.Popen[str], int]:
+def program(then: str, start: Any = forkserver.Popen, **options: Any) -> tuple[subprocess.Popen[str], int]:
     """A process that plans for good, and its planner's pid."""
-    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    started = subprocess.Popen(
+    started: subprocess.Popen[str] = start(
         [sys.executable, "-c", PROGRAM + then],
-        env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -278,7 +278,9 @@ def test_it_ends_with_a_parent_that_is_killed() -> None:
 
 @pytest.mark.parametrize("end", ["", "os._exit(0)", "sys.exit()"])
 def test_it_ends_with_its_parent(end: str) -> None:
-    started, pid = program(end)
+    started, pid = program(
+        end, start=forkserver.Popen if end else subprocess.Popen
+    )  # the end of torch's libraries, too
     assert started.communicate(timeout=60) == ("", "") and started.returncode == 0
     assert is_gone(pid)
 

@@ -40,6 +40,15 @@ def small(tmp_path: Path) -> Path:
     return network(2, depth=2).write(tmp_path / "small.log")
 
 
+_simulated_once = functools.cache(verb._simulate)
+
+
+@pytest.fixture
+def simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of different outputs of the same budgets share them."""
+    monkeypatch.setattr(verb, "_simulate", _simulated_once)
+
+
 def simulate(*words: object) -> int:
     return cli.main(["simulate", *(str(word) for word in words)])
 
@@ -77,6 +86,7 @@ def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.C
     assert shown[0] == shown[1]
 
 
+@pytest.mark.usefixtures("simulated_once")
 def test_a_table_of_all(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(small, "--policy", "all", "--ratio", 0.8, *HURRY) == 0
     shown, said = capsys.readouterr()
@@ -293,15 +303,6 @@ def test_a_sweep_in_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     bars = [line.count("#") for line in shown[3:]]
     assert bars[0] == 0 < bars[5] <= bars[7], "the less memory, the longer"
     assert shown[-1].split()[-2:] == ["-", "-"], "nothing fits into a tenth, and so there is no bound"
-
-
-_simulated_once = functools.cache(verb._simulate)
-
-
-@pytest.fixture
-def simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of different outputs of the same sweep share it."""
-    monkeypatch.setattr(verb, "_simulate", _simulated_once)
 
 
 @pytest.mark.usefixtures("simulated_once")

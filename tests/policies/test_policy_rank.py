@@ -289,7 +289,7 @@ def by_hand_auto(c: Candidates, order: list[int], link: Link, urgent: int, bias:
 MOVING = LINKS.filter(lambda link: link.write_bytes_per_second > 0 and link.read_bytes_per_second > 0)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(c=SOME, link=MOVING, urgent=SIZES, seed=SEED, bias=st.sampled_from([1.0, 0.5, 2.0]))
 def test_auto_against_the_sequential_reference(c: Candidates, link: Link, urgent: int, seed: int, bias: float) -> None:
     order = np.random.default_rng(seed).permutation(len(c))

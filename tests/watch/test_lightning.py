@@ -177,42 +177,40 @@ import hashlib, sys, torch, lightning.pytorch as pl
 from memmgr.api import budget as budgets
 from memmgr.integrations import MemmgrLightningCallback
 class Module(pl.LightningModule):
-    def __init__(self):
+    def __init__(self, managed):
         super().__init__()
         torch.manual_seed(0)
+        self.managed = managed
         self.blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)))
     def training_step(self, batch, index):
-        assert (budgets.current() is not None) == (sys.argv[2] != "none")
+        assert (budgets.current() is not None) == self.managed
         return (self.blocks(batch) - batch).square().mean()
     def on_train_end(self):
         bits = b"".join(p.detach().clone().numpy().tobytes() for p in self.parameters())
         stats = budgets.stats() or {"evictions": 0, "offloads": 0}
-        line = f"rank {self.trainer.global_rank} {hashlib.sha256(bits).hexdigest()} {stats['evictions'] + stats['offloads'] > 0}\\n"
+        line = f"{self.managed} {self.trainer.global_rank} {hashlib.sha256(bits).hexdigest()} {stats['evictions'] + stats['offloads'] > 0}\\n"
         sys.stdout.write(line); sys.stdout.flush()
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 if __name__ == "__main__":
     data = torch.utils.data.DataLoader(torch.randn(4096, 64, generator=torch.Generator().manual_seed(0)), batch_size=512)
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    callbacks = [] if sys.argv[2] == "none" else [MemmgrLightningCallback(sys.argv[2])]
-    pl.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, callbacks=callbacks, **quiet).fit(Module(), data)
+    for strategy, callbacks in (("ddp_fork", []), ("ddp_spawn", [MemmgrLightningCallback("6MB")])):
+        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks, **quiet)
+        trainer.fit(Module(bool(callbacks)), data)
 """
 
 
 def test_each_process_of_a_strategy_has_a_budget_and_one_gives_advice(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(RANKS)
-
-    def ranks(*words: str) -> tuple[list[list[str]], str]:
-        command = [sys.executable, str(script), *words]
-        done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return sorted(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("rank ")), done.stderr
-
-    plain, _ = ranks("ddp_fork", "none")
-    managed, said = ranks("ddp_spawn", "6MB")
+    (tmp_path / "train.py").write_text(RANKS)
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    plain, managed = (sorted(row[1:] for row in rows if row[0] == kind) for kind in ("False", "True"))
     assert [row[:2] for row in managed] == [row[:2] for row in plain] and len(plain) == 2
-    assert [row[2] for row in managed] == ["True", "True"] and said.count("the floor (the smallest") == 1, said
+    assert [row[2] for row in managed] == ["True", "True"], rows
+    assert done.stderr.count("the floor (the smallest") == 1, done.stderr
 
 
 def test_the_library_under_its_older_name(tmp_path: Path) -> None:
