@@ -44,11 +44,10 @@ _STORE = re.compile(r"\b(?:in_)?out_ptr\d+\s*[\[+]")
 # Types in the signature of a Triton kernel: a pointer, a number, or a number that was compiled in. A tensor descriptor is
 # none of them: it has its tensor's address already.
 _TRITON_TYPE = re.compile(r"\*.*|[iu]\d+|fp\d+|bf16|constexpr")
-# The arguments that Inductor's Triton kernels only read, unless they are among `mutated_arg_names`. Those of a user's
-# kernel have names of their own, so it may write to any of them.
+# The arguments that Inductor's own Triton kernels only read, unless they are among `mutated_arg_names`.
 _TRITON_INPUT = re.compile(r"in_ptr\d+")
-# The numbers that Inductor's Triton kernels take, also where one is compiled in. Sizes of blocks are none.
-_TRITON_NUMBER = re.compile(r"[a-z]\d*_?numel|ks\d+")
+# A number that is compiled into such a kernel, and is an argument all the same. Sizes of blocks (XBLOCK) are none.
+_TRITON_NUMBER = re.compile(r"[a-z]\w*")
 
 
 class Kernel(NamedTuple):
@@ -254,10 +253,12 @@ def read_triton(kernel: Any, source: str) -> Kernel:
     for kind in signature.values():
         if not isinstance(kind, str) or not _TRITON_TYPE.fullmatch(kind):
             raise _NotPagedError(f"a kernel has an argument of type {kind}")
+    if getattr(kernel, "custom_kernel", True):  # the program's own: it may write to any tensor
+        return Kernel("", False)
     letters, known = "", "tl.atomic_" not in source
     for name, kind in signature.items():
         if kind == "constexpr" and not _TRITON_NUMBER.fullmatch(name):
-            break  # a user's may be no argument of `run`, or it: the places of later ones are not known
+            break
         if not kind.startswith("*"):
             letters += ARGUMENT_NUMBER
             continue

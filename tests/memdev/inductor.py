@@ -41,6 +41,7 @@ class Kernel:
             "signature": {name: "*fp32" if kind.endswith("*") else "i64" for name, kind in kinds.items()}
             | {"XBLOCK": "constexpr"}
         }
+        self.custom_kernel = False
         self.mutated_arg_names = [name for name, kind in kinds.items() if "*" in kind and "const" not in kind]
         module = CppPythonBindingsCodeCache.load_pybinding(types, source).__self__
         self._function = ctypes.cast(ctypes.CDLL(module.__file__).kernel, ctypes.c_void_p)

@@ -355,11 +355,15 @@ struct Launcher {
   PyObject* run;
 };
 
-// `self`: a capsule with the Launcher. Keywords hold no tensor.
+// `self`: a capsule with the Launcher. Values of keywords follow the `n` positional arguments.
 PyObject* launch_by(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names) {
   const auto* by = static_cast<const Launcher*>(PyCapsule_GetPointer(self, nullptr));
   if (!by) return nullptr;
-  return launch(by->kernel, Positional(const_cast<PyObject**>(args), static_cast<size_t>(n)), [&](const Frame* frame) {
+  Positional all(const_cast<PyObject**>(args), static_cast<size_t>(n + (names ? PyTuple_GET_SIZE(names) : 0)));
+  const Positional keywords = all.slice(static_cast<size_t>(n));
+  const bool with_tensor =
+      std::any_of(keywords.begin(), keywords.end(), [](PyObject* o) { return THPVariable_Check(o); });
+  return launch(by->kernel, with_tensor ? all : all.slice(0, static_cast<size_t>(n)), [&](const Frame* frame) {
     std::optional<RunningLaunch> running;
     if (frame) running.emplace(frame);
     return PyObject_Vectorcall(by->run, args, static_cast<size_t>(n), names);
