@@ -2,10 +2,69 @@
 // without a GPU: tensors live, streams and events work, copies copy, kernels do nothing. Built twice: as the runtime,
 // and with FAKE_LIBCUDA as the few functions of libcuda that torch itself calls.
 #ifdef FAKE_LIBCUDA
+#include <stddef.h>
+
 extern "C" {
 int cuDevicePrimaryCtxGetState(int, unsigned *flags, int *active) {
   *flags = 0;
   *active = 1;
+  return 0;
+}
+
+// For Triton and torch's launcher of its kernels, which are loaded and launched, and do nothing. The other functions are
+// those of the driver's double.
+static unsigned long launches = 0;
+unsigned long fake_triton_launches() { return launches; }
+int cuModuleLoad(void **module, const char *) {
+  *module = &launches;
+  return 0;
+}
+int cuModuleLoadData(void **module, const void *) { return cuModuleLoad(module, nullptr); }
+int cuModuleUnload(void *) { return 0; }
+int cuModuleGetFunction(void **function, void *, const char *) {
+  *function = &launches;
+  return 0;
+}
+int cuFuncGetAttribute(int *value, int attribute, void *) {
+  *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0;  // threads of a block, registers
+  return 0;
+}
+int cuFuncSetAttribute(void *, int, int) { return 0; }
+int cuFuncSetCacheConfig(void *, int) { return 0; }
+int cuCtxGetLimit(size_t *value, int) {
+  *value = 0;
+  return 0;
+}
+int cuCtxSetLimit(int, size_t) { return 0; }
+int cuPointerGetAttribute(void *data, int, unsigned long long pointer) {
+  *static_cast<unsigned long long *>(data) = pointer;
+  return 0;
+}
+int cuGetErrorName(int, const char **name) {
+  *name = "an error";
+  return 0;
+}
+// An H100's.
+int cuDeviceGetAttribute(int *value, int attribute, int) {
+  switch (attribute) {
+    case 8: *value = 48 << 10; break;    // shared memory of a block
+    case 10: *value = 32; break;         // a warp
+    case 12: *value = 64 << 10; break;   // registers of a block
+    case 16: *value = 132; break;        // multiprocessors
+    case 75: *value = 9; break;          // compute capability
+    case 76: *value = 0; break;
+    case 97: *value = 227 << 10; break;  // shared memory that a block may ask for
+    default: *value = 1;
+  }
+  return 0;
+}
+int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                   void **) {
+  ++launches;
+  return 0;
+}
+int cuLaunchKernelEx(const void *, void *, void **, void **) {
+  ++launches;
   return 0;
 }
 }

@@ -327,6 +327,54 @@ def graphs(limit: str) -> dict[str, Any]:
     return found
 
 
+def compiled(limit: str, policy: str) -> dict[str, Any]:
+    """A compiled training with Triton's kernels and torch's launcher. Products need cuBLAS, which does not start here."""
+    import torch
+
+    import memmgr
+
+    launched = ctypes.CDLL(os.environ["TRITON_LIBCUDA"]).fake_triton_launches
+    launched.restype = ctypes.c_ulong
+    torch.cuda.Event.elapsed_time = lambda begin, end: 1.0  # of the variants of a kernel
+    torch._inductor.config.compile_threads = 1
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = torch.nn.LayerNorm(256), torch.nn.LayerNorm(256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gated = torch.nn.functional.dropout(torch.nn.functional.gelu(self.one(x)), 0.1)
+            return self.other(x.cumsum(0)) + gated
+
+    model = torch.nn.Sequential(*(Block() for _ in range(4))).cuda()
+    run = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.empty(4096, 256, device="cuda")
+
+    def step() -> int:
+        before = launched()
+        run(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return int(launched() - before)
+
+    step()  # tries variants of the kernels
+    plain = step()
+    with memmgr.budget(None, quiet=True) as opened:
+        step()
+        free = [step(), step()]
+    found = {"plain": plain, "free": free, "need": opened.stats()["unmanaged_peak_bytes"], **opened.stats()}
+    with memmgr.budget(int(limit), policy=policy, quiet=True) as opened:
+        found["steps"] = [step() for _ in range(3)]
+    stats = opened.stats()
+    return {
+        **{name: found[name] for name in ("plain", "free", "need", "steps", "trials", "refused_kinds")},
+        **{name: stats[name] for name in ("escaped_bytes", "recomputes")},
+        **_figures(stats),
+    }
+
+
 def _figures(stats: dict[str, Any]) -> dict[str, Any]:
     names = ("evictions", "offloads", "reloads", "resident_bytes.peak", "unmanaged_peak_bytes", "budget_bytes")
     return {name: stats[name] for name in names}

@@ -53,9 +53,10 @@ def _run(*words: str, **variables: str) -> Any:
     driver, runtime, folder = _doubles()
     clean = {k: v for k, v in os.environ.items() if k not in ("MEMMGR_INSTALL", "MEMMGR_BUDGET", "MEMMGR_CONF")}
     double = {"MEMMGR_DRIVER": str(driver), "LD_LIBRARY_PATH": str(folder), "FAKE_DRIVER_MEMORY": str(MEMORY)}
+    triton = {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_LIBCUDA": str(folder / "libcuda.so.1")}
     done = subprocess.run(
         [sys.executable, "-P", str(PROGRAMS), *words],
-        env={**clean, **double, "LD_PRELOAD": str(runtime), **variables},
+        env={**clean, **double, "LD_PRELOAD": f"{runtime} {folder / 'libcuda.so.1'}", **triton, **variables},
         capture_output=True,
         text=True,
         timeout=100,
@@ -178,3 +179,24 @@ def test_a_script_may_keep_torchs_own_allocator(asks: dict[str, str]) -> None:
     assert not found["initialised"]
     assert found["peak"] <= found["budget_bytes"] == 80_000_000
     assert found["evictions"] > 0
+
+
+@pytest.mark.parametrize("policy, limit", [("offload", 45_000_000), ("evict", 48_000_000), ("torture", 48_000_000)])
+def test_a_compiled_training_is_paged_launch_by_launch(policy: str, limit: int) -> None:
+    """With the kernels that Triton compiles, and torch's own launcher of them."""
+    pytest.importorskip("triton")
+    found = _run("compiled", str(limit), policy)
+    assert found["plain"] > 20
+    assert found["free"][-1] == found["plain"]
+    assert found["need"] > 1.2 * limit
+    assert found["resident_bytes.peak"] <= limit
+    assert (
+        found["escaped_bytes"] == found["refused_kinds"] == 0
+    )  # the launcher's addresses were not handed out for good
+    assert found["trials"] > 2
+    if policy == "offload":
+        assert found["steps"] == [found["plain"]] * 3
+        assert found["offloads"] > 0
+    else:
+        assert min(found["steps"]) > found["plain"]  # launches ran again
+        assert found["recomputes"] > 0

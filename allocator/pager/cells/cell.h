@@ -135,6 +135,19 @@ void end_newborn_locked(Cell* c);
 bool is_blank(const Cell* c);
 // Returns true if other threads have newborns. Those can be evicted once their threads go on.
 bool others_have_newborns();
+// Tells if another thread's newborn may free room soon, by the tries of an op so far. A newborn that ends frees
+// its room only a moment later, when its thread gives back the bytes; that may take some pauses.
+class SeenNewborns {
+  static constexpr int kTriesAfter = 4;
+
+ public:
+  // Called before a try.
+  void look() { since_ = others_have_newborns() ? 0 : since_ + 1; }
+  bool may_free_room() const { return since_ < kTriesAfter || others_have_newborns(); }
+
+ private:
+  int since_ = kTriesAfter;  // tries since the last one that began with newborns
+};
 
 // Called when the cell may have become a root, or may be one no longer.
 void count_root_locked(Cell* c);

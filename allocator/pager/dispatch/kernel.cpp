@@ -205,9 +205,10 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (others_run || absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns())
     kept.keep(stack->data() + base, n);
   int pauses = 0;
+  SeenNewborns newborns;
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack, old);
-    const bool newborns_before = kept.there && others_have_newborns();  // a newborn that ends from now on frees room
+    if (kept.there) newborns.look();
     try {
       if (depth.outermost() && !forked_child)
         admitted.emplace(the_session, need, alone, info->kind == OpClass::kForeign);
@@ -218,7 +219,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
-      const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
+      const bool last = alone && (++pauses > kMostPauses || !newborns.may_free_room());
       if (last || !kept.there || !depth.outermost() || call.began_writes || call.drew) {
         if (kept.there) put_back();  // the error's text needs the arguments
         throw;

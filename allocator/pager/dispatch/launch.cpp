@@ -37,7 +37,6 @@
 #include "guards/ddp_reducer.h"
 #include "guards/escape.h"
 #include "guards/extension_ops.h"
-#include "guards/stream_guard.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
 #include "plan/op_in_timeline.h"
@@ -130,9 +129,9 @@ class LaunchRecording {
     }
   }
 
-  // Called after the launch. The caller still has the pins.
-  void end(double seconds) {
-    if (C10_LIKELY(!recording_.recipe())) return;
+  // Called after the launch, with its time on the host. The caller still has the pins. Returns the kernel's time.
+  double end(double seconds) {
+    if (C10_LIKELY(!recording_.recipe())) return seconds;
     c10::SmallVector<Version*, 8> versions;
     c10::SmallVector<c10::StorageImpl*, 8> made;
     bool any = false;
@@ -148,10 +147,16 @@ class LaunchRecording {
         bytes += s->nbytes();
       }
     }
-    if (!any) return recording_.give_up();
+    if (!any) {
+      recording_.give_up();
+      return seconds;
+    }
     recording_.note_run(seconds);
     recording_.check(made, bytes);
+    // A queued launch has hardly begun: the determinism check has timed it.
+    if (queues) seconds = std::max(seconds, recording_.recipe()->kind->seconds.load(std::memory_order_relaxed));
     recording_.attach_if_trusted(versions);
+    return seconds;
   }
 
  private:
@@ -191,8 +196,9 @@ class LaunchRecording {
 void prepare(const Kernel& kernel, Positional args, bool outermost, Frame* frame, std::optional<Admitted>* admitted,
              LaunchRecording* recording) {
   bool alone = false;
+  SeenNewborns newborns;
   for (int pauses = 0;;) {
-    const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
+    newborns.look();
     try {
       if (outermost && !forked_child) admitted->emplace(the_session, frame->bytes(), alone);
       std::optional<WithoutGil> released;
@@ -204,7 +210,7 @@ void prepare(const Kernel& kernel, Positional args, bool outermost, Frame* frame
       return;
     } catch (const c10::OutOfMemoryError&) {
       recording->give_up();
-      const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
+      const bool last = alone && (++pauses > kMostPauses || !newborns.may_free_room());
       if (last || !outermost) throw;
       alone = true;
       the_session.counters.retries++;
@@ -275,7 +281,7 @@ PyObject* page(const Kernel& kernel, Positional args, const Run& run, Moment* mo
   frame.end_newborns();
   if (C10_UNLIKELY(queues)) note_queued(frame.bytes());
   if (!result) return nullptr;
-  recording.end(seconds);
+  seconds = recording.end(seconds);
   if (C10_UNLIKELY(moment != nullptr)) moment->ended(kernel.info, nullptr, 0, seconds, 0, &timer);
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
@@ -402,23 +408,20 @@ struct Replaced {
   }
 };
 
-// Allocates buffers on the budget's device.
-Replaced& buffers() {
-  static Replaced r;
-  return r;
-}
-
-// Copies an input whose address is not aligned as the graph's kernels need it.
-Replaced& alignment_check() {
-  static Replaced r;
-  return r;
+struct GraphFunctions {
+  Replaced buffers;          // allocates a buffer on the budget's device
+  Replaced alignment_check;  // copies an input whose address is not aligned as the graph's kernels need it
+};
+GraphFunctions& graph_functions() {
+  static GraphFunctions f;
+  return f;
 }
 
 // Allocates a buffer. Waits for other threads whose buffers or ops take the room.
 PyObject* allocate_or_wait(PyObject* self, PyObject* args) {
   for (int pauses = 0;; ++pauses) {
     const bool others = others_have_newborns() || others_are_running(false);
-    PyObject* made = buffers().original(self, args);
+    PyObject* made = graph_functions().buffers.original(self, args);
     if (C10_LIKELY(made) || !python_found_no_room() || tl_depth > 0 || pauses == kMostPauses) return made;
     if (!others && !others_have_newborns()) return nullptr;
     PyErr_Clear();
@@ -450,10 +453,9 @@ PyObject* allocate(PyObject* self, PyObject* args) {
   // The buffers of a region are pinned as a whole, and C++ may write to them unseen.
   if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0 || tl_foreign)) {
     inside.reset();
-    return buffers().original(self, args);
+    return graph_functions().buffers.original(self, args);
   }
   return guarded([&]() -> PyObject* {
-    if (C10_UNLIKELY(queues)) note_stream(the_session);
     PyObject* made = allocate_or_wait(self, args);
     if (made && THPVariable_Check(made) && THPVariable_Unpack(made).has_storage())
       begin_buffer(THPVariable_Unpack(made).unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
@@ -476,14 +478,14 @@ PyObject* check_alignment(PyObject* self, PyObject* input) {
   const Cell* c = inside && t && t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
   if (!c || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0) {
     inside.reset();
-    return alignment_check().original(self, input);
+    return graph_functions().alignment_check.original(self, input);
   }
   return guarded([&]() -> PyObject* {
     if (C10_LIKELY(is_aligned(t, c))) return Py_NewRef(input);
     Frame frame(the_session);
     frame.tensor(t, false);
     frame.pin_all();
-    return alignment_check().original(self, input);  // a copy is an op
+    return graph_functions().alignment_check.original(self, input);  // a copy is an op
   });
 }
 
@@ -541,13 +543,15 @@ bool in_launch(c10::StorageImpl* s) {
 
 void unpage_kernels() {
   for (auto& [def, kernel] : *kernels) def->ml_meth = kernel.original;
-  buffers().put_back();
-  alignment_check().put_back();
+  graph_functions().buffers.put_back();
+  graph_functions().alignment_check.put_back();
 }
 
-bool page_buffers(PyObject* function) { return buffers().replace(function, METH_VARARGS, &allocate); }
+bool page_buffers(PyObject* function) { return graph_functions().buffers.replace(function, METH_VARARGS, &allocate); }
 
-bool page_alignment_check(PyObject* function) { return alignment_check().replace(function, METH_O, &check_alignment); }
+bool page_alignment_check(PyObject* function) {
+  return graph_functions().alignment_check.replace(function, METH_O, &check_alignment);
+}
 
 PyObject* call_graph(PyObject* function, PyObject* args, PyObject* kwargs, bool forward) {
   static std::atomic<uint64_t> calls{0};

@@ -38,8 +38,9 @@ Cell* adopt_if_room(Session& session, c10::StorageImpl* s, bool may_wait) {
 void with_room(Session& session, uint64_t nbytes, bool may_wait, c10::function_ref<void()> take) {
   const Depth depth;  // without it this thread would wait for itself: an op that runs alone is counted
   std::optional<Admitted> alone;
+  SeenNewborns newborns;
   for (int pauses = 0;;) {
-    const bool newborns_before = others_have_newborns();  // a newborn that ends from now on frees room
+    newborns.look();
     {
       const Promised promised(session.arena, nbytes);  // otherwise another thread would take the room
       bool may_leave = true;
@@ -49,7 +50,7 @@ void with_room(Session& session, uint64_t nbytes, bool may_wait, c10::function_r
         may_leave = reclaim_callback(session.pool, shortage, nbytes, i);
       }
     }
-    if (!may_wait || (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))))
+    if (!may_wait || (alone && (++pauses > kMostPauses || !newborns.may_free_room())))
       throw_out_of_memory(*session.pool, nbytes);
     alone.reset();
     if (pauses > 0) wait_for_others(kPauseSeconds);
