@@ -181,22 +181,12 @@ def test_a_script_may_keep_torchs_own_allocator(asks: dict[str, str]) -> None:
     assert found["evictions"] > 0
 
 
-@pytest.mark.parametrize("policy, limit", [("offload", 45_000_000), ("evict", 48_000_000), ("torture", 48_000_000)])
-def test_a_compiled_training_is_paged_launch_by_launch(policy: str, limit: int) -> None:
+def test_launches_of_a_compiled_training_are_ops() -> None:
     """With the kernels that Triton compiles, and torch's own launcher of them."""
     pytest.importorskip("triton")
-    found = _run("compiled", str(limit), policy)
+    found = _run("compiled")
     assert found["plain"] > 20
     assert found["free"][-1] == found["plain"]
-    assert found["need"] > 1.2 * limit
-    assert found["resident_bytes.peak"] <= limit
-    assert (
-        found["escaped_bytes"] == found["refused_kinds"] == 0
-    )  # the launcher's addresses were not handed out for good
-    assert found["trials"] > 2
-    if policy == "offload":
-        assert found["steps"] == [found["plain"]] * 3
-        assert found["offloads"] > 0
-    else:
-        assert min(found["steps"]) > found["plain"]  # launches ran again
-        assert found["recomputes"] > 0
+    assert found["trials"] > 2  # kernels of the forward have run again
+    assert found["escaped_bytes"] == 0  # the launcher's addresses were not handed out for good
+    assert found["floor_bytes"] > 0
