@@ -396,9 +396,9 @@ class Pager:
         """
 
     def in_launch(self, tensor: Addressed, /) -> bool:
-        """True: a Triton kernel is being launched in this thread, and the tensor stays where it is until the launch ends..
+        """Whether this thread launches a Triton kernel, or runs one again.
 
-
+        The tensor then stays where it is until the launch ends.
         """
 
     def page_alignment_check(self, function: Any, /) -> bool:

@@ -74,9 +74,8 @@ class PagedGraphs:
         self._device = device.type
         # By the id of the code of `call`: two of them may be equal and call other kernels.
         self._known: dict[int, tuple[CodeType | None, str]] = {}  # with the reason, if it is not paged
-        self._launched: dict[
-            int, tuple[Any, str]
-        ] = {}  # kernels whose `run` was replaced, and their sources' hashes, by id
+        # Triton kernels whose `run` was replaced, and the hashes of their sources, by id.
+        self._launched: dict[int, tuple[Any, str]] = {}
         self._lock = threading.Lock()
         self._warned = False  # one warning a budget
 

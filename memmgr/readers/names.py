@@ -33,7 +33,7 @@ NAMERS: dict[str, frozenset[str]] = {
     "torch.distributed.fsdp._flat_param": frozenset(),
     "torch.distributed.fsdp._runtime_utils": frozenset(),
     "torch.distributed.utils": frozenset({"_data_ptr_allocated"}),
-    # A restored storage is aligned as it was: blocks begin at multiples of 512 bytes.
+    # A restored storage is aligned as it was: blocks begin at multiples of 64 bytes at least.
     "torch._inductor.utils": frozenset({"copy_misaligned_inputs"}),
     "torch.export.pt2_archive._package_weights": frozenset(),
     "safetensors.torch": frozenset(),  # the last one makes bytes, which is scoped

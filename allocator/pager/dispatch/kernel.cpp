@@ -273,15 +273,11 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     check_graph_after_op();
 }
 
-// A captured graph stores addresses, so the cells that it touches may not move.
 void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Depth depth;
   Frame frame(the_session);
   touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
-  frame.pin_all();
-  frame.begin_writes();
-  for (const Touched& t : frame.cells()) escape(t.cell, Escape::kCaptured);
-  frame.end_newborns();
+  keep_captured(&frame);
   const size_t returns = info->returns;
   call_below(op, below, stack);
   c10::SmallVector<Cell*, 4> made;
@@ -491,6 +487,13 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }
 
 }  // namespace
+
+void keep_captured(Frame* frame) {
+  frame->pin_all();
+  frame->begin_writes();
+  for (const Touched& t : frame->cells()) escape(t.cell, Escape::kCaptured);
+  frame->end_newborns();
+}
 
 void follow_queue() {
   note_stream(the_session);

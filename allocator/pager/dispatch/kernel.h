@@ -15,6 +15,8 @@ namespace memmgr::pager {
 // offloaded (torture mode). Otherwise the cells that a recipe can make.
 void evict_touched(Frame* frame, bool by_turns);
 
+// Pins the cells that a captured op or launch has touched, for good: a captured graph stores their addresses.
+void keep_captured(Frame* frame);
 // Called before this thread queues an op or a launch: notes its stream, and marks it where that is due.
 void follow_queue();
 inline void follow_stream() {

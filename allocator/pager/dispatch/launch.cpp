@@ -35,7 +35,6 @@
 #include "dispatch/the_session.h"
 #include "guards/collective_pins.h"
 #include "guards/ddp_reducer.h"
-#include "guards/escape.h"
 #include "guards/extension_ops.h"
 #include "guards/touched_cells.h"
 #include "ops/op_info.h"
@@ -308,16 +307,12 @@ PyObject* paged(const Kernel& kernel, Positional args, const Run& run) {
   return result;
 }
 
-// A captured graph stores the addresses of the kernel's tensors.
 template <class Run>
 PyObject* captured(const Kernel& kernel, Positional args, const Run& run) {
   const Depth depth;
   Frame frame(the_session);
   touch(kernel, args, &frame);
-  frame.pin_all();
-  frame.begin_writes();
-  for (const Touched& t : frame.cells()) escape(t.cell, Escape::kCaptured);
-  frame.end_newborns();
+  keep_captured(&frame);
   return run(&frame);
 }
 
@@ -470,23 +465,19 @@ bool is_aligned(const c10::TensorImpl* t, const Cell* c) {
   return (!c->outside || !c->resident()) && t->storage_offset() * static_cast<int64_t>(t->itemsize()) % kAlignment == 0;
 }
 
-// Replaces the function that checks inputs while a budget is open.
+// Replaces the function that checks inputs while a budget is open. Its copy of an input is made as a launch.
 PyObject* check_alignment(PyObject* self, PyObject* input) {
-  std::optional<InKernel> inside;
-  if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
-  c10::TensorImpl* t = THPVariable_Check(input) ? THPVariable_Unpack(input).unsafeGetTensorImpl() : nullptr;
-  const Cell* c = inside && t && t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
-  if (!c || !the_session.open.load(std::memory_order_acquire) || tl_regions > 0) {
-    inside.reset();
-    return graph_functions().alignment_check.original(self, input);
+  static const Kernel copy{info_of_kernel("copy_if_misaligned", "inductor::copy_if_misaligned"),
+                           std::string(1, kArgumentRead)};
+  {
+    std::optional<InKernel> inside;
+    if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
+    const c10::TensorImpl* t =
+        inside && THPVariable_Check(input) ? THPVariable_Unpack(input).unsafeGetTensorImpl() : nullptr;
+    const Cell* c = t && t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
+    if (C10_LIKELY(c && the_session.open.load(std::memory_order_acquire) && is_aligned(t, c))) return Py_NewRef(input);
   }
-  return guarded([&]() -> PyObject* {
-    if (C10_LIKELY(is_aligned(t, c))) return Py_NewRef(input);
-    Frame frame(the_session);
-    frame.tensor(t, false);
-    frame.pin_all();
-    return graph_functions().alignment_check.original(self, input);  // a copy is an op
-  });
+  return launch(copy, input, [&](const Frame*) { return graph_functions().alignment_check.original(self, input); });
 }
 
 }  // namespace

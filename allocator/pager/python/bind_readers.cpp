@@ -229,9 +229,10 @@ void bind_compiled_graphs(Module& m) {
   m.def<&py_page_buffers>("page_buffers", "function",
                           "Makes the buffers that compiled graphs allocate by this function cells. False: it is no "
                           "function of C with positional arguments.");
-  m.def<&py_in_launch>("in_launch", "tensor",
-                       "True: a Triton kernel is being launched in this thread, and the tensor stays where it is until "
-                       "the launch ends.");
+  m.def<&py_in_launch>(
+      "in_launch", "tensor",
+      "Whether this thread launches a Triton kernel, or runs one again. The tensor then stays where it is "
+      "until the launch ends.");
   m.def<&py_page_alignment_check>("page_alignment_check", "function",
                                   "The function that copies inputs whose address is not aligned reads no address of "
                                   "an absent tensor. False: it is no function of C with one argument.");

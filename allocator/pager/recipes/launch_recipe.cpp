@@ -67,7 +67,7 @@ std::unique_ptr<Recipe> describe_launch(Session& session, OpInfo* info, c10::Arr
   for (const KernelArgument& a : args)
     d.written.push_back(a.written ? a.tensor->unsafe_storage().unsafeGetStorageImpl() : nullptr);
   const void* code = info->function.load(std::memory_order_relaxed);
-  if (!code) code = info;  // Triton's source names the kernel, and a budget has one with this name
+  if (!code) code = info;  // within a budget an info is one Triton kernel's
   d.hash.mix(reinterpret_cast<uintptr_t>(info));
   d.hash.mix(reinterpret_cast<uintptr_t>(code));
   r->args.reserve(args.size());
