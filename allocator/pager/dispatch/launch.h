@@ -4,10 +4,19 @@
 
 #include <Python.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/FunctionRef.h>
 
 #include <string>
 
+#include "dispatch/launch_recording.h"
+
 namespace memmgr::pager {
+
+// Calls the kernel, and returns its result, or null after an error of Python's. The frame has the launch's pins; it is
+// null where the launch is not paged.
+using LaunchBody = c10::function_ref<PyObject*(const Frame*)>;
+// Launches a kernel as an op. The GIL is held.
+PyObject* launch(const LaunchedKernel& kernel, Positional args, LaunchBody run);
 
 // Makes the launches of a compiled graph's kernel ops from now on. `args`: a letter for each argument, ARGUMENT_... in
 // base/constants.def. `repeats`: with the same bytes in its arguments the kernel writes the same bytes again, and its
@@ -18,19 +27,10 @@ bool page_kernel(PyObject* function, const std::string& key, const std::string& 
 // missing is written. `repeats`: as above; no two kernels of a budget have the same key then. The GIL is held.
 PyObject* paged_run(PyObject* run, const std::string& key, const std::string& name, const std::string& args,
                     bool repeats);
-// Makes the buffers that compiled graphs allocate by this function cells from their beginning. False: it is no function
-// of C with positional arguments.
-bool page_buffers(PyObject* function);
-// The function that copies inputs whose address is not aligned reads no address of an absent tensor from now on. False:
-// it is no function of C with one argument.
-bool page_alignment_check(PyObject* function);
 // Returns true if a Triton kernel is being launched in this thread, or runs again. The storage then stays where it is
 // until the launch ends. The GIL is held.
 bool in_launch(c10::StorageImpl* s);
-// Makes all kernels and functions run as they did before.
+// Makes all kernels run as they did before.
 void unpage_kernels();
-// Calls a compiled graph. `forward`: it is that of a training, whose ops and launches have recipes, although it runs
-// without gradient mode. The GIL is held.
-PyObject* call_graph(PyObject* function, PyObject* args, PyObject* kwargs, bool forward);
 
 }  // namespace memmgr::pager

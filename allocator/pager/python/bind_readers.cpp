@@ -18,6 +18,7 @@
 #include "cells/names.h"
 #include "cells/types.h"
 #include "concurrency/deferred_steps.h"
+#include "dispatch/graph_functions.h"
 #include "dispatch/launch.h"
 #include "dispatch/the_session.h"
 #include "guards/argument_pins.h"
@@ -209,6 +210,11 @@ bool py_in_launch(Addressed o) { return in_launch(storage_of(o.object).get()); }
 
 bool py_page_alignment_check(Object function) { return page_alignment_check(function.object); }
 
+void py_unpage_kernels() {
+  unpage_kernels();
+  unpage_graph_functions();
+}
+
 Object py_call_graph(Callable function, Arguments args, Keywords kwargs, bool forward) {
   return {call_graph(function.object, args.object, kwargs.object, forward)};
 }
@@ -236,7 +242,8 @@ void bind_compiled_graphs(Module& m) {
   m.def<&py_page_alignment_check>("page_alignment_check", "function",
                                   "The function that copies inputs whose address is not aligned reads no address of "
                                   "an absent tensor. False: it is no function of C with one argument.");
-  m.def<&unpage_kernels>("unpage_kernels", "", "All kernels and functions of compiled graphs run as they did before.");
+  m.def<&py_unpage_kernels>("unpage_kernels", "",
+                            "All kernels and functions of compiled graphs run as they did before.");
   m.def<&py_call_graph>("call_graph", "function, args, kwargs, forward",
                         "Calls a compiled graph that is paged launch by launch. `forward`: it is that of a training.");
 }
