@@ -51,7 +51,14 @@ int mm_device_broken(mm_device* device, char* why, size_t length) {
   return Guarded(-1, [&] {
     size_t free_now = 0, total = 0;
     const CUresult error = Of(device)->forked() ? CUDA_SUCCESS : Of(device)->Memory(&free_now, &total);
-    if (error != CUDA_SUCCESS) memmgr::Say(memmgr::DriverText(Of(device)->driver(), error), why, length);
+    if (error == CUDA_SUCCESS) return error;
+    std::string text = memmgr::DriverText(Of(device)->driver(), error);
+    // Where a program uses several streams, a cell that is absent has a null pointer and no trap.
+    if (error == CUDA_ERROR_ILLEGAL_ADDRESS)
+      text +=
+          "; a library that reads addresses past torch's dispatcher may have met a tensor that is not in memory: "
+          "memmgr.pin(tensor) keeps it there";
+    memmgr::Say(text, why, length);
     return error;
   });
 }

@@ -389,7 +389,7 @@ class Allocator final : public CUDAAllocator {
 
   // A sticky error: it looks like a lack of memory here, but is not.
   static void FailIfBroken(Meter& meter, c10::DeviceIndex ordinal) {
-    char why[256] = "";
+    char why[400] = "";
     const int error = mm_device_broken(meter.device(), why, sizeof why);
     TORCH_CHECK(error == 0, "CUDA error: ", why, ". GPU ", static_cast<int>(ordinal),
                 " answers nothing else since then: an earlier kernel failed. CUDA_LAUNCH_BLOCKING=1 shows which.");

@@ -90,13 +90,17 @@ def test_open_fails_cleanly(device_core, driver: FakeDriver, memory: int) -> Non
 
 def test_an_error_that_stays_is_not_taken_for_missing_memory(open_device: OpenDevice, driver: FakeDriver) -> None:
     device = open_device(budget=64 * MIB)
-    why = c.create_string_buffer(200)
+    why = c.create_string_buffer(400)
     assert device.core.mm_device_broken(device.handle, why, len(why)) == 0
     block = device.alloc(4 * MIB)
     driver.break_(ILLEGAL_ADDRESS)
     assert device.alloc(8 * MIB) is None  # needs pages
     assert device.core.mm_device_broken(device.handle, why, len(why)) == ILLEGAL_ADDRESS
-    assert why.value == b"an illegal memory access was encountered (driver error 700)"
+    assert why.value.startswith(b"an illegal memory access was encountered (driver error 700); ")
+    assert why.value.endswith(b"memmgr.pin(tensor) keeps it there")
+    driver.break_(INVALID_HANDLE)
+    assert device.core.mm_device_broken(device.handle, why, len(why)) == INVALID_HANDLE
+    assert b"memmgr.pin" not in why.value
     driver.break_(0)
     device.free(block)
 

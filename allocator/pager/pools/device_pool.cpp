@@ -168,7 +168,7 @@ class DevicePool final : public Pool {
   void uninstall() override;
   void forget_in_child() override;
   std::string broken() const override {
-    char why[256] = "";
+    char why[400] = "";
     return mm_device_broken(memory_, why, sizeof why) == 0 ? std::string() : why;
   }
   const char* out_of_memory_words() const override {
