@@ -151,6 +151,12 @@ FIGURES: tuple[Figure, ...] = (
         "processor time of the copies to and from the tier below the CPU",
         "tier:cpu_nanoseconds",
     ),
+    Figure(
+        "lost_seconds",
+        "counter",
+        "time of the process's processors that no thread had: interrupts, and what a virtual machine's host took; a virtual "
+        "disk's copies are in it",
+    ),
     Figure("cores", "gauge", "processors that the process may use"),
     Figure("search_seconds", "counter", "choosing victims by address, where a search does", "arena:search_nanoseconds"),
     Figure(

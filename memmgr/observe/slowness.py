@@ -28,8 +28,10 @@ class Losses:
         recompute: ops ran again.
         reads: ops waited for bytes to be read back.
         room: ops waited for room.
-        copies: copies to and from the tier: of the processors' time, all cores together. 0 on an accelerator.
+        copies: copies to and from the tier: of the processors' time, all cores together. Time that the processors lost
+            (`lost_seconds`) counts as theirs. 0 on an accelerator.
         per_op: the pager's own work for each op, as measured in one op of 64.
+        lost: of copies, the time that no thread had.
     """
 
     recompute: float
@@ -37,6 +39,7 @@ class Losses:
     room: float
     copies: float
     per_op: float
+    lost: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -62,12 +65,15 @@ def losses(stats: Mapping[str, Any], cores: int | None = None) -> Losses:
     wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
     room = float(stats.get("room_seconds", 0.0))
     cores = cores or int(stats.get("cores", 0)) or len(os.sched_getaffinity(0))
+    copying = float(stats.get("copy_seconds", 0.0))
+    lost = float(stats.get("lost_seconds", 0.0)) if copying > 0 else 0.0
     return Losses(
         float(stats["recompute_seconds"]) / wall,
         max(0.0, float(stats["stall_seconds"]) - room) / wall,
         room / wall,
-        float(stats.get("copy_seconds", 0.0)) / wall / cores,
+        (copying + lost) / wall / cores,
         float(stats.get("own_seconds", 0.0)) / wall,
+        lost / wall / cores,
     )
 
 
@@ -119,6 +125,8 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
         changes.append((REMOVED * (found.whole - found.per_op), f"+{size(more)} of budget ({then})"))
     if found.per_op > WORTH_SAYING:
         changes.append((found.per_op / 2, "twice the batch: the cost of an op does not depend on its size"))
+    if found.lost > WORTH_SAYING:
+        changes.append((found.lost, "memory to spare as --host: copies to this disk take time from the processors"))
     if not changes:
         return None
     saved, text = max(changes)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from memmgr.config.machine import lost_seconds
+
 from .figures import FIGURES
 from .holdings import Explanation
 from .passes import Passes
@@ -63,6 +65,7 @@ class PagerFigures:
         self._leaks = leaks
         self.explain = explain
         self._begun = time.perf_counter()
+        self._lost_at_opening = lost_seconds()
         self._held_peak = 0
         self._last: dict[str, Any] | None = None
         self.device_type = asked.device.type
@@ -86,6 +89,7 @@ class PagerFigures:
             "floor_bytes": max(now["floor_bytes"], self._held_peak),
             "unmanaged_peak_bytes": max(arena["unmanaged_peak_bytes"], passes.unmanaged_peak),
             "prefetch_hits": now["reads_ahead"] - now["late_reads"],
+            "lost_seconds": lost_seconds() - self._lost_at_opening,
             "cores": len(os.sched_getaffinity(0)),
             "wall_seconds": time.perf_counter() - self._begun,
             "checkpoint_seconds": passes.checkpoint_seconds,

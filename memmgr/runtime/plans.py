@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memmgr.common.threads import Stopped, join
+from memmgr.config.machine import lost_seconds
 from memmgr.policies import Policy
 from memmgr.policies.plan.knee import Knee
 from memmgr.policies.trace import TierLink
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 BESIDE = 0.25
 """The share of a copy's CPU time that ops lose even if they leave a core free: they share the memory's speed."""
+
+LEAST_COPIED_BYTES = 64 << 20  # the kernel counts lost time in hundredths of a second: before this it says little
+MOST_LOST = 2e-9
+"""Seconds a byte: copies take no more of the processors' lost time, however much there is. The rest is not theirs."""
 
 MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
 MOST_MET = 256  # sequences that are known by their hash alone: one that comes again is worth a plan
@@ -141,6 +146,7 @@ class Plans:
         self.seconds = 0.0
         self._cpu_seconds = 0.0
         self._opened = time.perf_counter()
+        self._lost_at_opening = lost_seconds()
 
     @property
     def asked(self) -> bool:
@@ -285,7 +291,7 @@ class Plans:
         if not self._offload:
             return ()
         rates = self._pager.link()
-        cpu = rates["cpu_seconds_per_byte"]
+        cpu = rates["cpu_seconds_per_byte"] + self._lost_seconds_per_byte()
         if self._device != "cpu":
             cpu = 0.0  # nothing of the ops' time
         elif torch.get_num_threads() < len(os.sched_getaffinity(0)):
@@ -300,6 +306,14 @@ class Plans:
         )
         # A disk that reads and writes moves no more than one that does either; a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
+
+    def _lost_seconds_per_byte(self) -> float:
+        """Time of the processors that was lost since the budget opened, for each byte that was copied."""
+        tier = self._pager.tier_stats()
+        copied = tier.get("written_bytes", 0) + tier.get("read_bytes", 0)
+        if copied < LEAST_COPIED_BYTES:
+            return 0.0
+        return min(MOST_LOST, (lost_seconds() - self._lost_at_opening) / copied)
 
     def noted(self, *, repeats: bool = False) -> Noted:
         """The period that was noted last; `repeats`: the one before it was the same."""

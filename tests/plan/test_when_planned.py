@@ -39,6 +39,7 @@ class FakePager:
 
     def __init__(self) -> None:
         self.noted = columns([0, 0, 0])
+        self.copied_bytes = 0
 
     def timeline(self) -> Any:
         return self.noted
@@ -46,8 +47,29 @@ class FakePager:
     def link(self) -> dict[str, float]:
         return {"write_seconds_per_byte": 1e-9, "read_seconds_per_byte": 1e-9, "cpu_seconds_per_byte": 1e-10}
 
+    def tier_stats(self) -> dict[str, int]:
+        return {"written_bytes": self.copied_bytes // 2, "read_bytes": self.copied_bytes // 2}
+
     def add_plan(self, **_: bytes) -> None:
         pass
+
+
+@pytest.mark.parametrize(
+    ("copied_bytes", "lost", "want"),
+    [(1 << 30, 0.5, 0.5 / (1 << 30)), (1 << 30, 5.0, plans.MOST_LOST), (1 << 20, 0.5, 0.0)],
+)
+def test_time_that_processors_lose_is_the_copies(
+    monkeypatch: pytest.MonkeyPatch, copied_bytes: int, lost: float, want: float
+) -> None:
+    """A virtual machine's disk takes time from the processors and from no thread."""
+    run = Run(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: len(os.sched_getaffinity(0)))
+    run.pager.copied_bytes = copied_bytes
+    monkeypatch.setattr(plans, "lost_seconds", lambda: run.plans._lost_at_opening + lost)
+    (link,) = run.plans.links()
+    assert link.cpu_seconds_per_byte == pytest.approx(1e-10 + want)
+    run.plans._device = "cuda"
+    assert run.plans.links()[0].cpu_seconds_per_byte == 0.0
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
