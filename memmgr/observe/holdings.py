@@ -107,7 +107,7 @@ class Explanation:
             if not holders:
                 continue
             whole, away = sum(h.bytes for h in holders), sum(h.away_bytes for h in holders)
-            beside = f", {size(away)} of it evicted or offloaded" if away else ""
+            beside = ", resident or not" if peak else f", {size(away)} of it evicted or offloaded" if away else ""
             lines += [f"{title}: {size(whole)} in large tensors{beside}"]
             rows = [
                 (size(h.bytes), f"{h.bytes / max(whole, 1):.0%}", f"{h.count}", h.kind, h.name, h.module, h.where)

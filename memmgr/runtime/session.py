@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import warnings
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from memmgr.native._pager import Pager
 
 MOST_LEAKS = 3
+TOLD_LEAK = 0.1  # of the budget; from then on a leak is told while the run goes on
 """The leaks of which the summary and the telemetry tell."""
 
 STAGING_BYTES = 256 << 20
@@ -108,6 +110,7 @@ class PagerRuntime:
         self._lines = TakenLines(self.native, always=config.lines)
         self._leaks = Leaks(self.native)
         self._look_for_leaks = Rationed(0.002, self._leaks.look)
+        self._told_leak = config.quiet
         self._holder_tables = HolderTables(
             self.native, self.telemetry.modules.name, self._lines.lines, lambda: self.passes.line
         )
@@ -264,7 +267,8 @@ class PagerRuntime:
         )
         self._purposes.ended_pass(self.passes.count)
         self._lines.ended_pass(self.passes.count)
-        self._look_for_leaks()
+        if self._look_for_leaks() and not self._told_leak:
+            self._tell_leak()
         if self._final is None:  # another thread's, while the budget closes
             self._periods.ended(self.passes.count, ended.completed)
             if self._sizing is not None and self._sizing.ended(ended):
@@ -373,6 +377,14 @@ class PagerRuntime:
         modules, binary = self.telemetry.modules.name, self.config.binary
         found = self._leaks.found(self._lines.lines)[:MOST_LEAKS]
         return [leak.text(binary=binary, module=modules(leak.module)) for leak in found]
+
+    def _tell_leak(self) -> None:
+        """Prints the largest leak once it has a tenth of the budget: under a budget a leak does not fail, it gets slower."""
+        modules, binary = self.telemetry.modules.name, self.config.binary
+        for leak in self._leaks.found(self._lines.lines)[:1]:
+            if leak.held_bytes >= TOLD_LEAK * self.plans.limit_bytes:
+                self._told_leak = True
+                print(f"memmgr: {leak.text(binary=binary, module=modules(leak.module))}", file=sys.stderr, flush=True)
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
-import psutil
 import pytest
 
 from memmgr.config import machine
 
-
-def _processor(**seconds: float) -> Any:
-    return SimpleNamespace(**{"user": 9.0, "irq": 0.0, "softirq": 0.0, "steal": 0.0, **seconds})
+TIMES = """cpu  9 9 9 9 9 9 9 9 9 9
+cpu0 900 0 0 0 0 100 0 0 0 0
+cpu2 900 0 0 0 0 0 200 400 50 0
+cpu3 900 0 0 0 0 0 0 800 0 0
+intr 5 5 5 5 5 5 5 5 5
+"""
 
 
 def test_lost_time_is_that_of_interrupts_and_the_host_on_the_processors_of_the_process(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    processors = [_processor(irq=1.0), _processor(softirq=2.0, steal=4.0), _processor(steal=8.0)]
-    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: processors)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert machine.lost_seconds() == 7.0
+    (tmp_path / "stat").write_text(TIMES)
+    monkeypatch.setattr(machine, "_TIMES", tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    assert machine.lost_seconds() == 700 / os.sysconf("SC_CLK_TCK")
 
 
-def test_lost_time_is_none_where_the_kernel_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hidden(percpu: bool) -> Any:
-        raise PermissionError("/proc/stat")
-
-    monkeypatch.setattr(psutil, "cpu_times", hidden)
+def test_lost_time_is_none_where_the_kernel_hides_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "_TIMES", tmp_path / "none")
     assert machine.lost_seconds() == 0.0
 
 

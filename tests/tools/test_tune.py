@@ -74,7 +74,9 @@ def test_the_knee_is_run_and_the_next_larger_budget_where_it_is_slower() -> None
 def test_nothing_is_proposed_where_nothing_holds() -> None:
     curve, made, knee = search.propose(FakeCurve(), 1.5, lambda size, name: Measured(None, why="too small"))  # type: ignore[arg-type]
     assert made is None and knee == 55
-    assert [at.share for at in curve if at.why] == [70, 65, 60, 55], "the knee and three more"
+    assert [at.share for at in curve if at.why] == [95, 90, 70, 60, 55], (
+        "the knee and four more, each twice as far away"
+    )
 
 
 def _result(seconds: list[float], planned: int = 0, **more: Any) -> Result:

@@ -193,6 +193,25 @@ def test_a_line_of_a_notebook_has_the_number_of_its_cell(monkeypatch: pytest.Mon
     assert show("/tmp/ipykernel_7/123.py") == "/tmp/ipykernel_7/123.py"
 
 
+def test_a_leak_is_told_once_while_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under a budget a leak does not fail, it gets slower."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    held: list[torch.Tensor] = []
+    told, more = "", 20
+    with memmgr.budget("6MB", device="cpu"):
+        for _ in range(500):
+            y = model(torch.randn(256, 64))
+            y.square().mean().backward()
+            held.append(y)
+            told += capsys.readouterr().err
+            more -= bool(told)
+            if not more:
+                break
+    assert 10 * 65_536 * len(held) >= 6_000_000
+    assert told.count("memmgr: a leak: +65.5 kB a step since step 1 from ") == 1 and told.count("\n") == 1, told
+
+
 def test_a_leak_that_begins_late_has_its_line() -> None:
     """After pass 16 lines are recorded only of ops that seem to leak."""
     steps = iter(range(100))

@@ -18,6 +18,8 @@ from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools import cli
 from memmgr.tools.view.period import BEFORE, MOST_BANDS, NOBODY, period
 
+from . import lines
+
 
 def _recorded(path: Path, number: int = 2, **options: Any) -> Trace:
     torch.manual_seed(0)
@@ -121,6 +123,7 @@ def test_a_picture_of_no_single_pass_is_one_line(tmp_path: Path, form: str, caps
         ([tmp_path / "a.trace", tmp_path / "a.trace"], "a picture is of one pass"),
         ([tmp_path / "cut.trace"], "cut short"),
         ([tmp_path / "none.trace"], "none.trace"),
+        ([lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])], "run.jsonl: a log has no picture"),
     ):
         assert report("--format", form, *words) == 2
         said = capsys.readouterr().err

@@ -13,8 +13,10 @@ from memmgr.tools.common.rates import DEVICES
 from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.tune.runner import Measured
 
-MOST_RUNS = 4
-"""Budgets that are run at most, from the knee up."""
+MOST_RUNS = 5
+"""Budgets that are run at most, from the knee up. Each step is twice the one before: five reach the need from any knee."""
+STEP = 5
+"""Per cent of the need between two budgets that may be run."""
 
 _TENTHS = tuple(range(100, 0, -10))
 
@@ -115,7 +117,7 @@ class Curve:
 
 
 def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> tuple[list[At], At | None, int]:
-    """Runs the knee, and the next larger budget as long as the run is slower than asked for.
+    """Runs the knee, and larger budgets as long as the run is slower than asked for.
 
     Args:
         curve: the predictions.
@@ -127,7 +129,8 @@ def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> t
         holds, and where nothing below the whole need is predicted to hold.
     """
     first = curve.knee(most)
-    candidates = list(range(first, 100, 5))[:MOST_RUNS]
+    shares = range(first, 100, STEP)
+    candidates = sorted({shares[min(2**run - 1, len(shares) - 1)] for run in range(MOST_RUNS if shares else 0)})
     points = {at.share: at for at in curve.points(candidates)}
     proposal: At | None = None
     for share in candidates:

@@ -51,7 +51,7 @@ EXTRAS = (
     ("textual", "memmgr top on the full screen", pip_line("top")),
     ("textual_serve", "memmgr top in a browser", pip_line("serve")),
     ("rich", "tables in colour", pip_line("top")),
-    ("matplotlib", "the picture of memmgr demo", pip_line("demo")),
+    ("matplotlib", "pictures of memmgr demo, tune and plan", pip_line("demo")),
     ("scipy", "lower bounds of memmgr simulate", pip_line("plan")),
 )
 
@@ -351,7 +351,7 @@ def _disk(folder: str, size: int) -> Iterator[Finding]:
         return
     text = f"{folder} ({kind or 'unknown'}): write {write / 1e6:.0f} MB/s, read {read / 1e6:.0f} MB/s, {show_size(free)} free"
     if min(write, read) < SLOW_DISK:
-        yield Finding("disk", WEAKER, text, "most will be recomputed instead; a local NVMe disk would be read back")
+        yield Finding("disk", WEAKER, text, "plans recompute more instead; on a local NVMe disk they would read back")
     else:
         yield Finding("disk", OK, text)
 

@@ -114,7 +114,9 @@ def _read(path: Path) -> Trace:
 
 
 def _picture(passes: list[tuple[str, Trace]], sessions: list[tuple[str, RunState]], out: Path) -> int:
-    if sessions or len(passes) != 1:
+    if sessions:
+        raise UsageError(f"{sessions[0][0]}: a log has no picture; memmgr trace records a pass that has one")
+    if len(passes) != 1:
         raise UsageError(f"{out}: a picture is of one pass that memmgr trace has recorded")
     if out.suffix == ".png" and not plot.available():
         raise UsageError(f"a PNG needs the package matplotlib: {pip_line('demo')}")

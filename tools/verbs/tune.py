@@ -6,8 +6,8 @@
     memmgr tune --batch=--batch-size --slowdown 1.2 train.py
 
 One pass of the script is recorded and simulated at ten budgets and at the knee, the smallest budget that is predicted to
-keep the slowdown. The script then runs without memmgr and at the knee, and at the next larger budgets while it is slower than
-asked for. Each run ends after some passes: the rest of the script, which may save a model, does not run.
+keep the slowdown. The script then runs without memmgr and at the knee, and at larger budgets while it is slower than asked
+for. Each run ends after some passes: the rest of the script, which may save a model, does not run.
 
 --batch finds the largest batch in a budget, or within a slowdown for each sample. It is auto (the Trainer's or the first
 DataLoader's), an environment variable or a name that the script assigns a number to, an --OPTION of the script,
@@ -206,7 +206,13 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
     from memmgr.tools.tune.search import Tuned
 
     assert isinstance(tuned, Tuned)
-    made = tuned.proposal
+    made, busy = tuned.proposal, tuned.noise > NOISY
+    if busy:
+        used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
+        print(
+            f"the machine was busy: runs without a budget took up to {_factor(tuned.noise)} of one another's time, so measured "
+            f"times say little. By processor time, without waiting: {used}"
+        )
     if made is not None:
         print(
             f"proposal: {show_size(made.budget_bytes)}, {made.share} % of the need: simulated {_factor(made.simulated)}, "
@@ -214,19 +220,14 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
         )
     elif tried := [at for at in tuned.curve if at.measured is not None]:
         best = _command(args, show_size(min(tried, key=lambda at: at.measured or 0.0).budget_bytes), log="run.jsonl")
+        again = "Run this again on an idle machine; the" if busy else "The"
         print(
-            f"no proposal: each budget that was run is slower than {_factor(tuned.most)}. The report of a run says why:\n"
+            f"no proposal: each budget that was run is slower than {_factor(tuned.most)}. {again} report of a run says why:\n"
             f"  {best}\n  memmgr report run.jsonl"
         )
     else:
         why = next((at.why for at in tuned.curve if at.why), "no smaller budget is predicted to hold")
         print(f"no proposal within {_factor(tuned.most)}: {why}")
-    if tuned.noise > NOISY:
-        used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
-        print(
-            f"the machine was busy: runs without a budget took up to {_factor(tuned.noise)} of one another's time. By processor "
-            f"time, without waiting: {used}"
-        )
     if device != "cpu":
         print(f"all memory of the device, so that it is slower instead of out of memory:\n  {_command(args, 'device')}")
     elif tuned.device_bytes is not None and tuned.device_bytes >= tuned.need_bytes:
