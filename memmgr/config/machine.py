@@ -71,17 +71,16 @@ def free_bytes() -> int:
 
 
 def lost_seconds() -> float:
-    """Processor time since the machine started that no thread had: interrupts, and in a virtual machine the time that its host
-    took for itself. A virtual disk is the host's program: its copies take that time and not that of the threads which ask for
-    them. Of the processors that this process may use, all together; 0 where the kernel does not count it.
+    """Returns the time since the machine started that the processors of this process gave to no thread, all together: to
+    interrupts, and in a virtual machine to its host. A virtual disk is a program of the host. Its copies take that time, and
+    none of the threads that ask for them. 0 where the kernel does not count it.
 
     Known limitation: other programs' interrupts and a busy host are in it.
     """
+    # Without psutil: it reads nothing once the interpreter ends, and a budget may end then.
     allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     try:
-        lines = (
-            _TIMES.read_text().splitlines()
-        )  # psutil reads nothing when the interpreter ends, and a budget may end then
+        lines = _TIMES.read_text().splitlines()
     except OSError:
         return 0.0
     # The fields of each processor: user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5)).

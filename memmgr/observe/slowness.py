@@ -31,7 +31,7 @@ class Losses:
         copies: copies to and from the tier: of the processors' time, all cores together. Time that the processors lost
             (`lost_seconds`) counts as theirs. 0 on an accelerator.
         per_op: the pager's own work for each op, as measured in one op of 64.
-        lost: of copies, the time that no thread had.
+        lost: the part of `copies` that no thread had.
     """
 
     recompute: float
@@ -65,13 +65,12 @@ def losses(stats: Mapping[str, Any], cores: int | None = None) -> Losses:
     wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
     room = float(stats.get("room_seconds", 0.0))
     cores = cores or int(stats.get("cores", 0)) or len(os.sched_getaffinity(0))
-    copying = float(stats.get("copy_seconds", 0.0))
-    lost = float(stats.get("lost_seconds", 0.0)) if copying > 0 else 0.0
+    lost = float(stats.get("lost_seconds", 0.0))
     return Losses(
         float(stats["recompute_seconds"]) / wall,
         max(0.0, float(stats["stall_seconds"]) - room) / wall,
         room / wall,
-        (copying + lost) / wall / cores,
+        (float(stats.get("copy_seconds", 0.0)) + lost) / wall / cores,
         float(stats.get("own_seconds", 0.0)) / wall,
         lost / wall / cores,
     )

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memmgr.config.machine import lost_seconds
-
 from .figures import FIGURES
 from .holdings import Explanation
 from .passes import Passes
@@ -28,6 +26,7 @@ class Planned(Protocol):
     def made(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    def lost_seconds(self) -> float: ...
 
 
 class PagerFigures:
@@ -65,7 +64,6 @@ class PagerFigures:
         self._leaks = leaks
         self.explain = explain
         self._begun = time.perf_counter()
-        self._lost_at_opening = lost_seconds()
         self._held_peak = 0
         self._last: dict[str, Any] | None = None
         self.device_type = asked.device.type
@@ -89,7 +87,7 @@ class PagerFigures:
             "floor_bytes": max(now["floor_bytes"], self._held_peak),
             "unmanaged_peak_bytes": max(arena["unmanaged_peak_bytes"], passes.unmanaged_peak),
             "prefetch_hits": now["reads_ahead"] - now["late_reads"],
-            "lost_seconds": lost_seconds() - self._lost_at_opening,
+            "lost_seconds": self._plans.lost_seconds(),
             "cores": len(os.sched_getaffinity(0)),
             "wall_seconds": time.perf_counter() - self._begun,
             "checkpoint_seconds": passes.checkpoint_seconds,

@@ -38,7 +38,7 @@ BESIDE = 0.25
 
 LEAST_COPIED_BYTES = 64 << 20  # the kernel counts lost time in hundredths of a second: before this it says little
 MOST_LOST = 2e-9
-"""Seconds a byte: copies take no more of the processors' lost time, however much there is. The rest is not theirs."""
+"""Seconds a byte: the most of the processors' lost time that counts as the copies'."""
 
 MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
 MOST_MET = 256  # sequences that are known by their hash alone: one that comes again is worth a plan
@@ -291,7 +291,9 @@ class Plans:
         if not self._offload:
             return ()
         rates = self._pager.link()
-        cpu = rates["cpu_seconds_per_byte"] + self._lost_seconds_per_byte()
+        cpu = rates["cpu_seconds_per_byte"]
+        if (copied := self._copied_bytes()) >= LEAST_COPIED_BYTES:
+            cpu += self.lost_seconds() / copied
         if self._device != "cpu":
             cpu = 0.0  # nothing of the ops' time
         elif torch.get_num_threads() < len(os.sched_getaffinity(0)):
@@ -307,13 +309,14 @@ class Plans:
         # A disk that reads and writes moves no more than one that does either; a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
-    def _lost_seconds_per_byte(self) -> float:
-        """Time of the processors that was lost since the budget opened, for each byte that was copied."""
-        tier = self._pager.tier_stats()
-        copied = tier.get("written_bytes", 0) + tier.get("read_bytes", 0)
-        if copied < LEAST_COPIED_BYTES:
-            return 0.0
-        return min(MOST_LOST, (lost_seconds() - self._lost_at_opening) / copied)
+    def _copied_bytes(self) -> int:
+        tier = self._pager.tier_stats() if self._device == "cpu" else {}
+        return tier.get("written_bytes", 0) + tier.get("read_bytes", 0)
+
+    def lost_seconds(self) -> float:
+        """Time that the processors lost since the budget opened, as far as copies may have taken it. 0 on an accelerator."""
+        most = MOST_LOST * self._copied_bytes()
+        return most and min(most, lost_seconds() - self._lost_at_opening)
 
     def noted(self, *, repeats: bool = False) -> Noted:
         """The period that was noted last; `repeats`: the one before it was the same."""

@@ -21,7 +21,7 @@ from memmgr.native import binding as native
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes, shares_host_memory
 from memmgr.observe.explainer import Explainer
 from memmgr.observe.holdings import Explanation, HolderTables
-from memmgr.observe.leaks import Leaks
+from memmgr.observe.leaks import Leak, Leaks
 from memmgr.observe.memory_inventory import Stock, live_tensors, saved_without_hooks
 from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.roles import OWNERS, Purposes
@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from memmgr.native._pager import Pager
 
 MOST_LEAKS = 3
-TOLD_LEAK = 0.1  # of the budget; from then on a leak is told while the run goes on
 """The leaks of which the summary and the telemetry tell."""
+TOLD_LEAK = 0.1
+"""A leak that holds this share of the budget is told while the run goes on."""
 
 STAGING_BYTES = 256 << 20
 """Page-locked memory on the way to a file, where the accelerator's memory is the machine's."""
@@ -374,17 +375,17 @@ class PagerRuntime:
 
     def leak_texts(self) -> list[str]:
         """A sentence about each of the largest leaks."""
-        modules, binary = self.telemetry.modules.name, self.config.binary
-        found = self._leaks.found(self._lines.lines)[:MOST_LEAKS]
-        return [leak.text(binary=binary, module=modules(leak.module)) for leak in found]
+        return [self._leak_text(leak) for leak in self._leaks.found(self._lines.lines)[:MOST_LEAKS]]
+
+    def _leak_text(self, leak: Leak) -> str:
+        return leak.text(binary=self.config.binary, module=self.telemetry.modules.name(leak.module))
 
     def _tell_leak(self) -> None:
-        """Prints the largest leak once it has a tenth of the budget: under a budget a leak does not fail, it gets slower."""
-        modules, binary = self.telemetry.modules.name, self.config.binary
+        """Prints the largest leak once it holds a tenth of the budget: under a budget a leak does not fail, it gets slower."""
         for leak in self._leaks.found(self._lines.lines)[:1]:
             if leak.held_bytes >= TOLD_LEAK * self.plans.limit_bytes:
                 self._told_leak = True
-                print(f"memmgr: {leak.text(binary=binary, module=modules(leak.module))}", file=sys.stderr, flush=True)
+                print(f"memmgr: {self._leak_text(leak)}", file=sys.stderr, flush=True)
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""

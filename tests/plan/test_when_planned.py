@@ -68,8 +68,9 @@ def test_time_that_processors_lose_is_the_copies(
     monkeypatch.setattr(plans, "lost_seconds", lambda: run.plans._lost_at_opening + lost)
     (link,) = run.plans.links()
     assert link.cpu_seconds_per_byte == pytest.approx(1e-10 + want)
+    assert run.plans.lost_seconds() == pytest.approx(min(lost, plans.MOST_LOST * copied_bytes))
     run.plans._device = "cuda"
-    assert run.plans.links()[0].cpu_seconds_per_byte == 0.0
+    assert run.plans.links()[0].cpu_seconds_per_byte == run.plans.lost_seconds() == 0.0
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])

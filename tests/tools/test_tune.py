@@ -254,6 +254,19 @@ def test_the_picture(suffix: str, tmp_path: Path) -> None:
             assert said in text, said
 
 
+def test_a_busy_machine_is_said_before_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    args = parser.parse_args(["train.py"])
+    for noise, busy in ((1.0, False), (2.3, True)):
+        curve, made, knee = search.propose(FakeCurve(), 1.5, lambda size, name: Measured(1.9, 9, processor=1.2))  # type: ignore[arg-type]
+        tune._show_proposal(search.Tuned(10**8, 1.0, 1.5, curve, made, knee, noise=noise), args, "cpu")
+        first, *_ = said = capsys.readouterr().out.splitlines()
+        assert first.startswith("the machine was busy" if busy else "no proposal"), said
+        assert any("Run this again on an idle machine" in line for line in said) == busy
+        assert ("55 %: 1.20x" in first) == busy
+
+
 def test_devices_within_the_need_are_named() -> None:
     assert search.device_sizes(10**6) == []
     assert [size for size, _ in search.device_sizes(30 * 2**30)] == [16 * 2**30, 24 * 2**30]

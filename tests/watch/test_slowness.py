@@ -26,9 +26,8 @@ def test_shares_of_the_time_and_of_the_cores() -> None:
     )
 
 
-def test_lost_time_is_the_copies_where_there_are_some() -> None:
+def test_lost_time_is_the_copies() -> None:
     assert losses(_stats(lost_seconds=0.4)).copies == pytest.approx(0.03)
-    assert losses(_stats(copy_seconds=0.0, lost_seconds=0.4)).copies == 0.0
     text, saved = best_change(_stats(lost_seconds=12.0)) or ("", 0.0)
     assert text.startswith("memory to spare as --host")
     assert saved == pytest.approx(0.3)

@@ -211,7 +211,7 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
         used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
         print(
             f"the machine was busy: runs without a budget took up to {_factor(tuned.noise)} of one another's time, so measured "
-            f"times say little. By processor time, without waiting: {used}"
+            "times say little" + (f". By processor time, without waiting: {used}" if used else "")
         )
     if made is not None:
         print(

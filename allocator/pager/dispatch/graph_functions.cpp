@@ -28,8 +28,7 @@ namespace memmgr::pager {
 
 namespace {
 
-// A function in C of torch's that compiled graphs call without an op, while another is in its place. Guarded by the
-// GIL.
+// A function in C of torch's that compiled graphs call without an op. Another takes its place. Guarded by the GIL.
 struct Replaced {
   PyMethodDef* def = nullptr;  // null: it was never replaced
   PyCFunction original = nullptr;
@@ -48,7 +47,7 @@ struct Replaced {
   }
 };
 
-// Both are initialised without code, so no call makes them.
+// None of these objects is made by a call: a fork in another thread would leave the lock of that taken in the child.
 Replaced allocates_buffer;  // allocates a buffer on the budget's device
 Replaced checks_alignment;  // copies an input whose address is not aligned as the graph's kernels need it
 std::atomic<uint64_t> calls_of_graphs{0};
@@ -149,4 +148,5 @@ PyObject* call_graph(PyObject* function, PyObject* args, PyObject* kwargs, bool 
   if (forward) tl_compiled_forward = tl_compiled_graph;
   return PyObject_Call(function, args, kwargs);
 }
+
 }  // namespace memmgr::pager

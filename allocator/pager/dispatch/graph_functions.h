@@ -5,11 +5,11 @@
 
 namespace memmgr::pager {
 
-// Makes the buffers that compiled graphs allocate by this function cells from their beginning. False: it is no function
-// of C with positional arguments.
+// Makes the buffers that compiled graphs allocate by this function cells from their beginning. Returns false if the
+// function is not one of C with positional arguments.
 bool page_buffers(PyObject* function);
-// The function that copies inputs whose address is not aligned reads no address of an absent tensor from now on. False:
-// it is no function of C with one argument.
+// The function that copies inputs whose address is not aligned reads no address of an absent tensor from now on.
+// Returns false if it is not one of C with one argument.
 bool page_alignment_check(PyObject* function);
 // Makes these functions run as they did before.
 void unpage_graph_functions();

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "base/constants.h"
 #include "base/errors.h"
 #include "base/forked_child.h"
 #include "base/gil.h"
