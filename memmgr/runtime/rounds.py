@@ -2,7 +2,8 @@
 
 A plan is for a period that recurs. Tensors that several backwards make together are held from one to the next, and the
 next backward is a different one. A plan for each alone has to begin and end with all of them in memory. If that does
-not fit, a period spans the round.
+not fit, a period spans the round. Where most of the round follows such plans, it does not: an epoch of a loader that reads ahead
+has a first and a last step of their own, and the steps between do with theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 TIMES = 4  # that a round has been met, so that its periods may have plans of their own
 MOST_BACKWARDS = 64  # of a round
 MOST_OPS = 5000  # of a round; a plan for more is seldom there in time
+MOST_DONE = 2 / 3  # of the ops of a round, in periods that follow plans of their own
 MOST_MISSES = 3  # rounds in a row that are like none before: the program does something else
 MOST_KNOWN = 256  # rounds that are known again
 
@@ -95,7 +97,7 @@ class Rounds:
             last = list(self._met)[-n:]
             about = [self._about[ops_hash] for ops_hash in last]
             ops = [ops for ops, _ in about]
-            if sum(ops) <= MOST_OPS and not all(done for _, done in about):
+            if sum(ops) <= MOST_OPS and sum(ops for ops, done in about if done) < MOST_DONE * sum(ops):
                 self._found = n
                 self._wait = ops.index(max(ops))  # the longest begins: the one with the step, or with all forwards
             return

@@ -52,6 +52,14 @@ def test_periods_that_do_with_plans_of_their_own_stay() -> None:
     assert followed(rounds, "AB" * 20, planned="A")[-1] == "AB"
 
 
+def test_passes_that_differ_at_the_end_of_an_epoch_make_no_round_of_it() -> None:
+    """A loader that reads ahead gets no batch at an epoch's last step, and two at its first. The passes between follow a plan,
+    and a period of the whole epoch would end that.
+    """
+    assert "AAAABC" not in followed(Rounds(), "AAAABC" * 3 * TIMES, planned="A")
+    assert "AAAABC" in followed(Rounds(), "AAAABC" * 3 * TIMES)
+
+
 def test_a_smaller_batch_now_and_then_changes_nothing() -> None:
     found = followed(Rounds(), ("ABBB" * 5 + "ABBb") * 4)
     assert found.count("ABBb") == 4
