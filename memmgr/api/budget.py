@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from memmgr.common.errors import RankError
+from memmgr.common.say import say
 from memmgr.config.conf import check_folder, is_off, local_ranks
 from memmgr.config.placement import default_placement, parse_placement
 from memmgr.config.sizes import (
@@ -280,7 +281,7 @@ class budget:
             self._runtime = _last = runtime
             if self._room is not None and not config.quiet:
                 limit = show_size(config.limit_bytes)
-                print(f"memmgr: the budget is {limit}: {self._room}, {config.device}", file=sys.stderr, flush=True)
+                say(f"the budget is {limit}: {self._room}, {config.device}")
         except BaseException:  # an interrupt may come when it has started
             try:
                 runtime.close(failed=True, report=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from typing import Any
 
 from memmgr.api.autostart import budget_of_the_script
 from memmgr.api.budget import budget
+from memmgr.common.say import say
 from memmgr.observe.advice import advice
 from memmgr.observe.interval import Interval
 
@@ -62,10 +62,8 @@ class CallbackBudget:
         elif not self._said and speaks:
             self._said = True
             asked = os.environ.get("MEMMGR_BUDGET", "none")
-            _say(
-                [
-                    f"the script's budget counts (memmgr run or MEMMGR_BUDGET: {asked}), not the callback's ({self._limit})"
-                ]
+            say(
+                f"the script's budget counts (memmgr run or MEMMGR_BUDGET: {asked}), not the callback's ({self._limit})"
             )
         self._open = True
 
@@ -79,9 +77,9 @@ class CallbackBudget:
             return
         if len(self._tried) > 1:
             sizes = ", ".join(map(str, self._tried))
-            _say([f"batch sizes tried: {sizes}; " + ("the last one failed" if failed else "the last one fitted")])
+            say(f"batch sizes tried: {sizes}; " + ("the last one failed" if failed else "the last one fitted"))
         if ours and not failed:
-            _say(advice(self._own.stats(), binary=self._own._config.binary))
+            say(*advice(self._own.stats(), binary=self._own._config.binary))
 
     def _end(self, failed: bool, report: bool) -> None:
         self._open = False
@@ -112,7 +110,3 @@ class CallbackBudget:
     def stats(self) -> dict[str, Any]:
         """As `memmgr.stats()`, of the training under way or of the last one."""
         return self._counts.stats()
-
-
-def _say(lines: list[str]) -> None:
-    print(*("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)

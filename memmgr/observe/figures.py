@@ -158,6 +158,7 @@ FIGURES: tuple[Figure, ...] = (
         "0 without copies and on an accelerator",
     ),
     Figure("cores", "gauge", "processors that the process may use"),
+    Figure("host_ahead", "gauge", "1 on an accelerator, which hides the host's work for each op; 0 on the CPU"),
     Figure("search_seconds", "counter", "choosing victims by address, where a search does", "arena:search_nanoseconds"),
     Figure(
         "checkpoint_seconds",

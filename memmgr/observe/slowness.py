@@ -132,8 +132,8 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
     return text, min(saved, 1.0)
 
 
-def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "") -> str:
-    """One sentence: where the time went, passes without a plan, the change that would help most.
+def lines(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "") -> list[str]:
+    """Where the time went, passes without a plan, the change that would help most: one to three lines.
 
     Args:
         stats: `memmgr.stats()`.
@@ -144,7 +144,12 @@ def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = ""
     change = best_change(stats, binary=binary)
     if change is not None:
         parts.append(f"what would help most: {change[0]}, about {change[1]:.0%} less time (an estimate)")
-    return "; ".join(filter(None, parts))
+    return [part for part in parts if part]
+
+
+def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "") -> str:
+    """`lines` as one sentence."""
+    return "; ".join(lines(stats, binary=binary, reason=reason))
 
 
 def is_slow(stats: Mapping[str, Any]) -> bool:

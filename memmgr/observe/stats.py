@@ -89,6 +89,7 @@ class PagerFigures:
             "prefetch_hits": now["reads_ahead"] - now["late_reads"],
             "lost_seconds": self._plans.lost_seconds(),
             "cores": len(os.sched_getaffinity(0)),
+            "host_ahead": int(self.device_type != "cpu"),
             "wall_seconds": time.perf_counter() - self._begun,
             "checkpoint_seconds": passes.checkpoint_seconds,
             "watched_seconds": passes.seconds,

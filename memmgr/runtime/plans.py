@@ -275,9 +275,14 @@ class Plans:
         """Tells if the plan leaves memory for places, and is slower by too much for that."""
         return known.lacked_bytes > 0 and made.overhead > WORSE * known.first_overhead
 
+    @property
+    def searching(self) -> bool:
+        """A plan is being made."""
+        return self._thread is not None and self._thread.is_alive()
+
     def _may_plan(self) -> bool:
         """Nothing is being planned, and planning has not taken too much of the run."""
-        if (self._thread is not None and self._thread.is_alive()) or not self._executor.works:
+        if self.searching or not self._executor.works:
             return False
         spent = PLANNING_SHARE * (time.perf_counter() - self._opened)
         return self.made < FREE_PLANS or self._cpu_seconds < spent

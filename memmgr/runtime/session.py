@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import warnings
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
@@ -14,18 +13,19 @@ import torch
 
 from memmgr.common.constants import Order
 from memmgr.common.errors import RecomputeError
+from memmgr.common.say import say
 from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
 from memmgr.distributed.job import Job
 from memmgr.native import binding as native
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes, shares_host_memory
+from memmgr.observe import slowness
 from memmgr.observe.explainer import Explainer
 from memmgr.observe.holdings import Explanation, HolderTables
 from memmgr.observe.leaks import Leak, Leaks
 from memmgr.observe.memory_inventory import Stock, live_tensors, saved_without_hooks
 from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.roles import OWNERS, Purposes
-from memmgr.observe.slowness import is_slow, why_slow
 from memmgr.observe.source_lines import TakenLines
 from memmgr.observe.stats import PagerFigures
 from memmgr.observe.summary import report as report_end
@@ -320,20 +320,17 @@ class PagerRuntime:
                     self._purposes.look_for_new()
             finally:
                 self._final = self.figures.freeze()
-            if is_slow(self._final) and (unlike := self.plans.why_unlike(self._final["passes"])):
+            if slowness.is_slow(self._final) and (unlike := self.plans.why_unlike(self._final["passes"])):
                 self._happened("no_plan", text=unlike)
             if self._sizing is not None:
                 self._sizing.close(self._final)
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
             log = self.telemetry.log_path
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
-            slow = []
-            if is_slow(self._final):
-                reason = self._no_plan
-                reason = "the next line says at which op passes left the plan" if left else reason
-                slow = [why_slow(self._final, binary=self.config.binary, reason=reason)]
+            if slowness.is_slow(self._final):
+                left = slowness.lines(self._final, binary=self.config.binary, reason="; ".join(left) or self._no_plan)
             graphs = self._graphs.lines(binary=self.config.binary)
-            more = [*self.leak_texts(), *slow, *left, *graphs]
+            more = [*self.leak_texts(), *left, *graphs]
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)
         for text in (
             *self.telemetry.complaints(),
@@ -385,7 +382,7 @@ class PagerRuntime:
         for leak in self._leaks.found(self._lines.lines)[:1]:
             if leak.held_bytes >= TOLD_LEAK * self.plans.limit_bytes:
                 self._told_leak = True
-                print(f"memmgr: {self._leak_text(leak)}", file=sys.stderr, flush=True)
+                say(self._leak_text(leak))
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""

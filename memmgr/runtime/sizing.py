@@ -7,11 +7,11 @@ need is known when a pass has not raised it and no state is still missing.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from memmgr.common.say import say
 from memmgr.common.threads import Stopped
 from memmgr.config.sizes import Need, show_size
 from memmgr.observe.memory_inventory import missing_states
@@ -165,7 +165,7 @@ class Sizing:
 
     def _say(self, text: str) -> None:
         if not self._asked.quiet:
-            print(f"memmgr: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def _say_that_it_waits(self) -> None:
         if not self._passes:

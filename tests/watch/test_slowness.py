@@ -8,6 +8,7 @@ import pytest
 
 from memmgr.config.sizes import UNLIMITED
 from memmgr.observe.slowness import best_change, is_slow, losses, unplanned, why_slow
+from memmgr.observe.summary import slowdown, summary
 
 from . import lines
 
@@ -24,6 +25,13 @@ def test_shares_of_the_time_and_of_the_cores() -> None:
     assert found.text == (
         "recomputing 15.0%, waiting 5.0% (for reads 4.0%, for room 1.0%), copies 2.0% of the cores, per-op cost 2.5%"
     )
+
+
+def test_the_slowdown_has_the_cost_of_ops_where_nothing_hides_it() -> None:
+    assert slowdown(_stats()) == pytest.approx(1 / 0.8), "a log of an older version does not say"
+    assert slowdown(_stats(host_ahead=1)) == pytest.approx(1 / 0.8)
+    assert slowdown(_stats(host_ahead=0)) == pytest.approx(1 / 0.775)
+    assert "at least 1.29x of an unlimited run" in summary(_stats(host_ahead=0, offloads=9))
 
 
 def test_lost_time_is_the_copies() -> None:
