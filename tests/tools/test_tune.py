@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import pytest
 import torch
 from test_run_script import TRAIN
 
+from memmgr.policies.trace import TierLink
 from memmgr.telemetry.trace_file import read_trace
+from memmgr.tools.common.fake_step import record
+from memmgr.tools.common.rates import DEVICES, Rates
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.tune import batch_search, search
 from memmgr.tools.tune.batch_size import BatchSetter, assigned, option_of, with_option
+from memmgr.tools.tune.child import Clock
 from memmgr.tools.tune.job import Batch, Job, Result
 from memmgr.tools.tune.runner import Measured, compare
 from memmgr.tools.verbs import tune
@@ -40,15 +45,21 @@ LONG = LONG.replace("for _ in range(4):\n", "for _ in range(30):\n")
 
 
 class FakeCurve:
-    """Twice the time at a tenth of the need, by a straight line."""
+    """Twice the time at a tenth of the need, by a straight line; steeper once a run has measured its own work."""
 
     need_bytes = 100_000_000
+
+    def __init__(self) -> None:
+        self.steep = 1.0
 
     def knee(self, most: float) -> int:
         return next(share for share in range(5, 101, 5) if self.factor(share) <= most)
 
+    def learn(self, link: Any, own_seconds: float) -> None:
+        self.steep = 1 + own_seconds
+
     def factor(self, share: int) -> float:
-        return 1 + (100 - share) / 90
+        return 1 + self.steep * (100 - share) / 90
 
     def points(self, more: Any) -> list[search.At]:
         shares = sorted({*range(10, 101, 10), *more}, reverse=True)
@@ -71,6 +82,41 @@ def test_the_knee_is_run_and_the_next_larger_budget_where_it_is_slower() -> None
     assert [at.share for at in curve if at.measured is not None] == [95, 90]
 
 
+def test_the_knee_is_looked_for_again_with_the_costs_of_a_run() -> None:
+    asked: list[int] = []
+
+    def run(budget_bytes: int, name: str) -> Measured:
+        asked.append(budget_bytes // 1_000_000)
+        return Measured(1 + 2 * (100 - asked[-1]) / 90, passes=9, own_seconds=1.0)
+
+    curve, made, knee = search.propose(FakeCurve(), 1.5, run)  # type: ignore[arg-type]
+    assert asked == [55, 80] and knee == 80, "the second knee is of the costs that were measured at the first"
+    assert made is not None and made.share == 80 and made.measured == made.predicted == made.simulated
+    first = next(at for at in curve if at.share == 55)
+    assert first.predicted == pytest.approx(1.5) and first.simulated == first.measured == pytest.approx(2)
+
+
+def _training() -> Callable[[], object]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    x = torch.randn(4096, 256)
+    return lambda: model(x).square().mean().backward()
+
+
+def test_a_curve_learns_the_link_and_the_own_work_of_a_run() -> None:
+    rates = Rates("bare", {"float32": 1e12}, 1e11, 2**34, DEVICES["rtx4090"].link, "made up", accelerator=False)
+    trace = record(_training, accelerator=False).trace(rates)
+    curve = search.Curve(trace, lambda text: None)
+    before = curve.factor(70)
+    assert before is not None and curve.factor(100) == 1
+    curve.learn(None, 0.25 * trace.seconds)
+    assert curve.factor(70) == pytest.approx(before + 0.25) and curve.factor(100) == 1
+    curve.learn(TierLink("host", 1e11, 1e11), 0.0)
+    quicker = curve.factor(70)
+    curve.learn(TierLink("disk", 1e3, 1e3), 0.0)
+    slower = curve.factor(70)
+    assert quicker is not None and slower is not None and quicker < 1.01 < 1.1 < slower
+
+
 def test_nothing_is_proposed_where_nothing_holds() -> None:
     curve, made, knee = search.propose(FakeCurve(), 1.5, lambda size, name: Measured(None, why="too small"))  # type: ignore[arg-type]
     assert made is None and knee == 55
@@ -82,6 +128,25 @@ def test_nothing_is_proposed_where_nothing_holds() -> None:
 def _result(seconds: list[float], planned: int = 0, **more: Any) -> Result:
     ends = [float(sum(seconds[:k])) for k in range(len(seconds) + 1)]
     return Result(ends, planned=[max(0, k - planned) if planned else 0 for k in range(len(ends))], **more)
+
+
+def test_passes_count_once_no_plan_is_searched_for() -> None:
+    plain = _result([5, 1, 1, 1, 1, 1, 1, 1])
+    managed = _result([50, 9, 9, 4, 4, 2, 2, 2], planned=3, searching=[True] * 5 + [False] * 4)
+    assert managed.steady_from == 5
+    found = compare([plain, _result([5, 1, 1])], managed)
+    assert found.slowdown == 2 and found.passes == 3, "a shorter run without memmgr does not count"
+    managed.searching = [True] * 9
+    assert managed.steady_from is None and compare([plain], managed).passes == 4, "the second half"
+
+
+@pytest.mark.parametrize(("searches", "passes"), [(0, 8), (5, 9), (6, 10), (99, 32)])
+def test_a_run_goes_on_until_the_search_for_a_plan_is_over(searches: int, passes: int) -> None:
+    clock = Clock(Job("train.py", [], passes=8), result := Result(), Path("unused"))
+    while not result.ends or not clock._is_enough():
+        result.ends.append(float(len(result.ends)))
+        result.searching.append(len(result.ends) <= searches)
+    assert len(result.ends) == passes
 
 
 def test_the_same_passes_are_compared_once_a_plan_is_followed() -> None:
@@ -249,6 +314,8 @@ def test_the_picture(suffix: str, tmp_path: Path) -> None:
             "below the bound",
             "measured",
             "proposal",
+            "knee (predicted)",
+            "equal runs differ by",
             "24 GiB: rtx3090, rtx4090, l4",
         ):
             assert said in text, said
@@ -284,7 +351,7 @@ def test_one_command_from_the_script_to_the_proposal(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     made = found["proposal"]
     assert made["share"] == found["knee_share"] and made["passes"] >= 3 and made["measured"] > 0
-    assert made["simulated"] >= made["lower_bound"] >= 1
+    assert made["simulated"] >= made["lower_bound"] >= 1 and made["predicted"] >= 1
     assert (tmp_path / "x.svg").stat().st_size > 5000 and found["need_bytes"] > 10_000_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "x.svg"]
 

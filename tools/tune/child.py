@@ -29,6 +29,12 @@ it, so the tensors that live from pass to pass are known.
 """
 
 
+STEADY = 0.5
+"""The share of the passes that are asked for that have to come after the last search for a plan, which takes time from them."""
+MOST_PASSES = 4
+"""Times the passes that are asked for, where a plan is searched for that long."""
+
+
 class Clock:
     """Counts passes, and ends the process after the last one that is asked for.
 
@@ -66,12 +72,22 @@ class Clock:
                 torch.accelerator.synchronize()  # a pass ends when its last kernel does
             self.result.ends.append(time.monotonic())
             self.result.processor.append(time.process_time())
-            self.result.planned.append(_planned())
-            if self._job.trace is None and len(self.result.ends) >= self._job.passes:
+            self._look()
+            if self._job.trace is None and self._is_enough():
                 self.finish()
             return result
 
         return run_backward
+
+    def _look(self) -> None:
+        runtime = _runtime()
+        self.result.planned.append(int(runtime.native.stats()["planned_periods"]) if runtime is not None else 0)
+        self.result.searching.append(runtime is not None and runtime.plans.searching)
+
+    def _is_enough(self) -> bool:
+        asked, there = self._job.passes, len(self.result.ends)
+        quiet = next((k for k, searching in enumerate(reversed(self.result.searching)) if searching), there)
+        return there >= asked and (quiet >= STEADY * asked or there >= MOST_PASSES * asked)
 
     def finish(self) -> None:
         """Writes the result and ends the process."""
@@ -84,7 +100,11 @@ class Clock:
         """Writes the result."""
         runtime = _runtime()
         if runtime is not None:
-            self.result.peak_bytes = int(runtime.stats()["unmanaged_peak_bytes"])
+            stats = runtime.stats()
+            self.result.peak_bytes = int(stats["unmanaged_peak_bytes"])
+            self.result.link = next((asdict(link) for link in runtime.plans.links()), None)
+            if not stats["host_ahead"]:
+                self.result.own_seconds = stats["own_seconds"] / max(1, stats["passes"])
         write_whole(self._path, json.dumps(asdict(self.result)))
 
 
@@ -97,11 +117,6 @@ def _traced() -> bool:
     runtime = _runtime()
     file = runtime.traced if runtime is not None else None
     return file is not None and (file.path is not None or bool(file.error))
-
-
-def _planned() -> int:
-    runtime = _runtime()
-    return int(runtime.native.stats()["planned_periods"]) if runtime is not None else 0
 
 
 def main(order: str, answer: str) -> int:

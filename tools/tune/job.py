@@ -34,7 +34,7 @@ class Job:
     Attributes:
         script: the file, or the module where `module` is set.
         arguments: of the script.
-        passes: the process ends after so many.
+        passes: the process ends after so many; under a budget later, where a plan is still searched for (`STEADY`).
         budget: as of `memmgr run`; None: memmgr is not there at all.
         trace: the file for a recorded pass, after which the process ends; None: no pass is recorded.
         options: `policy`, `disk` and `device` of `memmgr run`.
@@ -70,6 +70,9 @@ class Result:
         ends: seconds of the monotonic clock at which each pass ended.
         processor: for each of them, seconds of processor time of the process so far, all threads together.
         planned: for each of them, the passes by plan so far.
+        searching: for each of them, whether a plan was being made.
+        link: the tier below as it was measured beside the passes, the fields of a `TierLink`; None: there is none.
+        own_seconds: of a pass, for the pager's own work; 0 on an accelerator, where it runs beside the device.
         peak_bytes: the most that the passes would have held without a budget; 0: not known.
         floor_error: the budget was too small.
         error: the exception that ended the script, in one line.
@@ -81,12 +84,23 @@ class Result:
     ends: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     planned: list[int] = field(default_factory=list)
+    searching: list[bool] = field(default_factory=list)
+    link: dict[str, Any] | None = None
+    own_seconds: float = 0.0
     peak_bytes: int = 0
     floor_error: bool = False
     error: str = ""
     batches: dict[str, int] = field(default_factory=dict)
     samples: int | None = None
     applied: list[str] = field(default_factory=list)
+
+    @property
+    def steady_from(self) -> int | None:
+        """The first pass after which no plan was being made, and one was followed; None: there is none."""
+        first = next((k + 1 for k in reversed(range(len(self.searching))) if self.searching[k]), 0)
+        followed = next((k for k, count in enumerate(self.planned) if count), len(self.ends))
+        found = max(first, followed)
+        return found if found < len(self.ends) else None
 
     @property
     def seconds(self) -> list[float]:

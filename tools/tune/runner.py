@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from memmgr.policies.trace import Trace, TraceError
+from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.tune.job import Batch, Job, Result
@@ -36,6 +36,8 @@ class Measured:
         why: there is no figure.
         processor: processor time of the same passes, one over the other; None: not known. Waiting is not in it, and neither
             is the work of other programs.
+        link: the tier below, as the run under the budget measured it; None: there is none.
+        own_seconds: of a pass under the budget, for the pager's own work.
     """
 
     slowdown: float | None
@@ -43,6 +45,8 @@ class Measured:
     seconds: float = 0.0
     why: str = ""
     processor: float | None = None
+    link: TierLink | None = None
+    own_seconds: float = 0.0
 
 
 class Runner:
@@ -85,14 +89,18 @@ class Runner:
         except TraceError as error:
             raise UsageError(str(error)) from None
 
-    def plain(self, batch: Batch | None = None) -> Result:
+    def plain(self, batch: Batch | None = None, passes: int = 0) -> Result:
         """Runs the script without memmgr.
+
+        Args:
+            batch: another batch size.
+            passes: at least so many.
 
         Raises:
             UsageError: the script failed, or was too short.
         """
         self._say("runs without a budget")
-        result = self._run(replace(self._job, batch=batch))
+        result = self._run(replace(self._job, batch=batch, passes=max(passes, self._job.passes)))
         if len(result.seconds) < FEWEST:
             raise UsageError(self._why_none(result))
         return result
@@ -108,7 +116,7 @@ class Runner:
         self._say(f"runs in {name}")
         managed = self.managed(budget)
         if not managed.error:
-            plain.append(self.plain())
+            plain.append(self.plain(passes=len(managed.ends)))
         return compare(plain[-2:], managed)
 
     # -- processes --
@@ -160,15 +168,18 @@ class Runner:
 
 
 def compare(plain: list[Result], managed: Result) -> Measured:
-    """Time of the passes that follow a plan over the time of the same passes without memmgr, of some runs on average.
+    """Time of the passes that follow a plan, once none is searched for, over the time of the same passes without memmgr, of some
+    runs on average.
 
-    Where no pass follows a plan, the second half counts: in the first one policies and determinism checks begin.
+    Where no pass follows a plan, the second half counts: in the first one policies and determinism checks begin. A run
+    without memmgr that is too short does not count, unless there is no longer one.
     """
     if managed.error:
         return Measured(None, why="the budget is too small" if managed.floor_error else managed.error)
-    there = min(len(run.seconds) for run in (*plain, managed))
-    by_plan = next((k for k, count in enumerate(managed.planned) if count), there)
-    first = by_plan if by_plan <= there - FEWEST else there // 2
+    there = min(max(len(run.seconds) for run in plain), len(managed.seconds))
+    plain = [run for run in plain if len(run.seconds) >= there]
+    steady = managed.steady_from
+    first = steady if steady is not None and steady <= there - FEWEST else there // 2
     if there - first < FEWEST:
         return Measured(None, why=f"only {there} passes could be compared")
     seconds = sum(managed.seconds[first:there])
@@ -176,7 +187,8 @@ def compare(plain: list[Result], managed: Result) -> Measured:
     used = [run.processor[there] - run.processor[first] for run in (*plain, managed) if run.processor]
     usually = sum(used[:-1])
     processor = used[-1] * len(plain) / usually if len(used) == len(plain) + 1 and usually > 0 else None
-    return Measured(seconds / usual, there - first, seconds / (there - first), processor=processor)
+    link = TierLink(**managed.link) if managed.link is not None else None
+    return Measured(seconds / usual, there - first, seconds / (there - first), "", processor, link, managed.own_seconds)
 
 
 def usual_seconds(run: Result) -> float:

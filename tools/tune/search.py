@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 
 from memmgr.config.sizes import round_up, show_size
 from memmgr.policies.plan.knee import SHARES, knee
-from memmgr.policies.trace import Trace
+from memmgr.policies.trace import TierLink, Trace
 from memmgr.tools.common.outlook import Outlook, outlook
 from memmgr.tools.common.rates import DEVICES
 from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.tune.runner import Measured
 
 MOST_RUNS = 5
-"""Budgets that are run at most, from the knee up. Each step is twice the one before: five reach the need from any knee."""
+"""Budgets that are run at most. Where predictions stay too low each step up is twice the one before: five reach the need."""
 STEP = 5
 """Per cent of the need between two budgets that may be run."""
 
@@ -28,12 +28,14 @@ class At:
     Attributes:
         share: of the need, in per cent.
         budget_bytes: the budget.
-        simulated: time of a pass over one without a budget, by the simulator; None: no plan was found.
+        simulated: time of a pass over one without a budget, by the simulator with the link and the cost of an op that the
+            runs have measured; None: no plan was found.
         lower_bound: no schedule is faster; None: not known.
         measured: the same ratio of a run; None: it was not run, or failed.
         passes: that were measured.
         why: a run without a figure.
         processor: as `measured`, of the processor's time, without waiting; None: not known.
+        predicted: `simulated` as it was before this budget was run; None: it was not run.
     """
 
     share: int
@@ -44,6 +46,7 @@ class At:
     passes: int = 0
     why: str = ""
     processor: float | None = None
+    predicted: float | None = None
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Tuned:
         most: the largest slowdown that was asked for.
         curve: budgets, the largest first.
         proposal: the budget that is proposed; None: none is.
-        knee_share: the share that the simulator proposes, in per cent.
+        knee_share: the share that the simulator proposes after the runs, in per cent.
         device_bytes: free memory of this machine; None: an accelerator's.
         noise: the slowest of the runs without memmgr over the fastest; 1 on a machine that does nothing else.
     """
@@ -87,6 +90,7 @@ class Curve:
         self._trace = trace
         self._say = say
         self._link = trace.links[0] if trace.links else None
+        self._own = 0.0  # of a pass, for the pager's own work, over the time of a pass
         self._found: dict[int, Outlook] = {}
         self.need_bytes = trace.unmanaged_peak[0]
 
@@ -97,9 +101,32 @@ class Curve:
             self._found[budget_bytes] = outlook(self._trace, budget_bytes, self._link)[0]
         return self._found[budget_bytes]
 
+    def learn(self, link: TierLink | None, own_seconds: float) -> None:
+        """Predictions from now on have the costs that a run has measured: the recorded pass moved nothing, so the link was idle.
+
+        Args:
+            link: as measured beside the passes; None: the recorded one stays.
+            own_seconds: of a pass, for the pager's own work.
+        """
+        self._link = link or self._link
+        self._own = own_seconds / self._trace.seconds
+        self._found.clear()
+
+    def factor(self, share: int) -> float | None:
+        """Time of a pass over that of one without a budget; None: no plan was found.
+
+        Args:
+            share: of the need, in per cent.
+        """
+        return self._factor(self._bytes(share))
+
+    def _factor(self, budget_bytes: int) -> float | None:
+        overhead = self.at(budget_bytes).overhead
+        return None if overhead is None else overhead + (self._own if budget_bytes < self.need_bytes else 0.0)
+
     def knee(self, most: float) -> int:
         """The smallest share, in per cent, at which a pass is predicted to take at most `most` times as long."""
-        found = knee(self.need_bytes, lambda size: self.at(size).overhead, most)
+        found = knee(self.need_bytes, self._factor, most)
         return next((share for share in SHARES if self._bytes(share) == found.budget_bytes), 100)
 
     def _bytes(self, share: int) -> int:
@@ -108,48 +135,57 @@ class Curve:
     def points(self, more: Iterable[int]) -> list[At]:
         """The tenths of the need and `more` shares, the largest first. A plan of a smaller budget is a plan of a larger one."""
         shares = sorted({*_TENTHS, *more}, reverse=True)
-        own = [self.at(self._bytes(share)) for share in shares]
-        best = no_worse([found.overhead for found in own])
+        own = [self.factor(share) for share in shares]
+        best = no_worse(own)
         return [
-            At(share, self._bytes(share), own[k].overhead, found.lower_bound)
-            for share, found, k in zip(shares, own, best, strict=True)
+            At(share, self._bytes(share), own[k], self.at(self._bytes(share)).lower_bound)
+            for share, k in zip(shares, best, strict=True)
         ]
 
 
 def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> tuple[list[At], At | None, int]:
-    """Runs the knee, and larger budgets as long as the run is slower than asked for.
+    """Runs the knee. Where that is slower than asked for, the knee is looked for again with the costs that the run has measured;
+    where the new one is not larger, the budget grows by 5 % of the need, by 10, 20 and so on.
 
     Args:
-        curve: the predictions.
+        curve: the predictions; they learn from the runs.
         most: the largest slowdown.
         run: runs the script under so many bytes; its second argument names the budget for a reader.
 
     Returns:
-        The curve with the runs in it, the proposal, and the knee in per cent of the need. The proposal is None where no run
+        The curve with the runs in it, the proposal, and the last knee in per cent of the need. The proposal is None where no run
         holds, and where nothing below the whole need is predicted to hold.
     """
-    first = curve.knee(most)
-    shares = range(first, 100, STEP)
-    candidates = sorted({shares[min(2**run - 1, len(shares) - 1)] for run in range(MOST_RUNS if shares else 0)})
-    points = {at.share: at for at in curve.points(candidates)}
+    tried: dict[int, At] = {}
     proposal: At | None = None
-    for share in candidates:
-        at = points[share]
-        budget_bytes = round_up(at.budget_bytes)
-        found = run(budget_bytes, f"{share} % of the need ({show_size(budget_bytes)})")
-        at = replace(
-            at,
-            budget_bytes=budget_bytes,
-            measured=found.slowdown,
-            passes=found.passes,
-            why=found.why,
-            processor=found.processor,
-        )
-        points[share] = at
-        if found.slowdown is not None and found.slowdown <= most:
-            proposal = at
+    share = curve.knee(most)
+    for step in range(MOST_RUNS):
+        if share >= 100:
             break
-    return sorted(points.values(), key=lambda at: -at.share), proposal, first
+        budget_bytes = round_up(curve.need_bytes * share // 100)
+        predicted = curve.factor(share)
+        found = run(budget_bytes, f"{share} % of the need ({show_size(budget_bytes)})")
+        made = tried[share] = At(
+            share, budget_bytes, predicted, None, found.slowdown, found.passes, found.why, found.processor, predicted
+        )
+        if found.slowdown is not None:
+            curve.learn(found.link, found.own_seconds)
+        if found.slowdown is not None and found.slowdown <= most:
+            proposal = made
+            break
+        knee_share = curve.knee(most)
+        share = (
+            knee_share if knee_share > share else min(share + STEP * 2**step, 100 - STEP if share < 100 - STEP else 100)
+        )
+    last_knee = curve.knee(most)
+    points = [_with_run(at, tried.get(at.share)) for at in curve.points({*tried, last_knee})]
+    if proposal is not None:
+        proposal = next(at for at in points if at.share == proposal.share)
+    return points, proposal, last_knee
+
+
+def _with_run(at: At, run: At | None) -> At:
+    return at if run is None else replace(run, simulated=at.simulated, lower_bound=at.lower_bound)
 
 
 def device_sizes(need_bytes: int) -> list[tuple[int, str]]:

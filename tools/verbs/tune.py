@@ -5,9 +5,10 @@
     memmgr tune --batch auto --budget 12GB train.py
     memmgr tune --batch=--batch-size --slowdown 1.2 train.py
 
-One pass of the script is recorded and simulated at ten budgets and at the knee, the smallest budget that is predicted to
-keep the slowdown. The script then runs without memmgr and at the knee, and at larger budgets while it is slower than asked
-for. Each run ends after some passes: the rest of the script, which may save a model, does not run.
+One pass of the script is recorded, and simulated to find the knee: the smallest budget that is predicted to keep the
+slowdown. The script then runs without memmgr and at the knee. While it is slower than asked for, the knee is looked for
+again with the costs that the run has measured. Each run ends after some passes: the rest of the script, which may save a
+model, does not run.
 
 --batch finds the largest batch in a budget, or within a slowdown for each sample. It is auto (the Trainer's or the first
 DataLoader's), an environment variable or a name that the script assigns a number to, an --OPTION of the script,
@@ -156,6 +157,11 @@ def _draw(tuned: object, args: argparse.Namespace) -> None:
     made = tuned.proposal
     marks = plot.Marks(
         measured=[(at.budget_bytes / need, at.measured) for at in tuned.curve if at.measured is not None],
+        noise=tuned.noise,
+        knee=next(
+            ((at.share / 100, at.simulated) for at in tuned.curve if at.share == tuned.knee_share and at.simulated),
+            None,
+        ),
         proposal=None if made is None or made.measured is None else (made.budget_bytes / need, made.measured),
         sizes=[(size / need, name) for size, name in device_sizes(need)],
         limit=tuned.most,
@@ -215,7 +221,7 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
         )
     if made is not None:
         print(
-            f"proposal: {show_size(made.budget_bytes)}, {made.share} % of the need: simulated {_factor(made.simulated)}, "
+            f"proposal: {show_size(made.budget_bytes)}, {made.share} % of the need: predicted {_factor(made.predicted)}, "
             f"measured {_factor(made.measured)} over {made.passes} passes\n  {_command(args, show_size(made.budget_bytes))}"
         )
     elif tried := [at for at in tuned.curve if at.measured is not None]:
