@@ -248,7 +248,8 @@ def test_a_product_is_told_by_its_arithmetic() -> None:
 
 def test_memory_over_the_step_is_the_traces_and_the_plan_keeps_the_budget() -> None:
     link = DEVICES["t4"].link
-    trace = replace(record(mlp, accelerator=True).trace(DEVICES["t4"]), links=(link,) if link else ())
+    step = record(lambda: mlp(layers=4), accelerator=True)
+    trace = replace(step.trace(DEVICES["t4"]), links=(link,) if link else ())
     peak = trace.unmanaged_peak[0]
     assert max(sum(level.resident) for level in levels(trace)) == peak
     found, made = outlook(trace, peak // 2, link)
@@ -267,7 +268,7 @@ def test_memory_over_the_step_is_the_traces_and_the_plan_keeps_the_budget() -> N
 def test_a_tier_that_is_too_small_does_not_fit() -> None:
     link = DEVICES["t4"].link
     assert link is not None
-    trace = record(mlp, accelerator=True).trace(DEVICES["t4"])
+    trace = record(lambda: mlp(layers=4), accelerator=True).trace(DEVICES["t4"])
     budget = trace.unmanaged_peak[0] // 2
     need = outlook(trace, budget, link)[0].tier_bytes
     assert need > 0
