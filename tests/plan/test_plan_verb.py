@@ -310,7 +310,7 @@ def test_what_makes_no_sense_is_said_before_the_work(
 
 def test_a_folder_with_a_config_is_planned_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {
-        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 1000,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
