@@ -338,8 +338,17 @@ def test_more_sets_than_there_are_ids(open_device: OpenDevice, driver: FakeDrive
 # ---- random programs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", [MAPPED, PLAIN], ids=["mapped", "plain"])
-@pytest.mark.parametrize("mode", MODES, ids=MODES.values())
+# Each mode has its programs on mapped memory, and the two that show most waits have them on plain memory, too.
+PROGRAMS = [
+    pytest.param(
+        mode, memory, id=f"{name}-{kind}", marks=[pytest.mark.slow] * (memory == PLAIN and mode in (PROMPT, RANDOM))
+    )
+    for mode, name in MODES.items()
+    for memory, kind in ((MAPPED, "mapped"), (PLAIN, "plain"))
+]
+
+
+@pytest.mark.parametrize(("mode", "memory"), PROGRAMS)
 def test_random_programs_find_their_bytes(device_core, driver: FakeDriver, mode: int, memory: int) -> None:
     for seed in range(12):
         assert Program(device_core, driver, seed, mode, memory).run() == 0

@@ -42,8 +42,17 @@ def scenario(driver: FakeDriver, device: Device, streams: list[int]) -> None:
     device.synchronize()
 
 
-@pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_HANDLE])
-@pytest.mark.parametrize("name", CALLS)
+# Calls that get memory are refused for want of it, the others for a wrong handle. The other code of each call is slow.
+OF_MEMORY = {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuEventCreate"}
+ORDINARY = [(name, OUT_OF_MEMORY if name in OF_MEMORY else INVALID_HANDLE) for name in CALLS]
+REFUSALS = [
+    pytest.param(name, code, marks=[] if (name, code) in ORDINARY else [pytest.mark.slow])
+    for name in CALLS
+    for code in (OUT_OF_MEMORY, INVALID_HANDLE)
+]
+
+
+@pytest.mark.parametrize(("name", "code"), REFUSALS)
 def test_every_call_may_fail_once(device_core, driver: FakeDriver, name: str, code: int) -> None:
     """Nothing crashes, nothing leaks, and the next allocations work."""
     after = 0

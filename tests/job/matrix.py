@@ -1,6 +1,6 @@
 """Ways to be parallel, each a training that must end with the same bits: `python -m job.matrix RANK WORLD FOLDER CASE...`.
 
-Six steps with AdamW and clipping: unmanaged, and under budgets of 75 %, 50 % and 1.05 of the floor. Every rank has budgets of its own. After each step no
+Four steps with AdamW and clipping: unmanaged, and under budgets of 75 %, 50 % and 1.05 of the floor. Every rank has budgets of its own. After each step no
 pin is left.
 """
 
@@ -24,7 +24,7 @@ import memmgr
 
 from . import ranks
 
-STEPS = 6
+STEPS = 4
 WIDTH = 64
 ROWS = 256
 CASES: dict[str, CaseFunction] = {}

@@ -32,7 +32,7 @@ class Layer(nn.Module):
 def fsdp2() -> Callable[[], None]:
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(*(Layer() for _ in range(10)))
+    model = nn.Sequential(*(Layer() for _ in range(6)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)

@@ -9,7 +9,7 @@ import pytest
 
 from . import ranks, talkative
 
-SOAK_SECONDS = float(os.environ.get("MEMMGR_SOAK_SECONDS", "10"))
+SOAK_SECONDS = float(os.environ.get("MEMMGR_SOAK_SECONDS", "6"))
 SEED = int(os.environ.get("MEMMGR_SOAK_SEED", "1"))
 
 

@@ -21,7 +21,7 @@ FLOORS = [
     "tp_sequence",
 ]
 FLOORS_QUICK = ["fsdp2_reshard"]  # it has the most that is not the rank's own
-QUICK = ["tp_sequence", "pp_interleaved", "expert_parallel"]
+QUICK = ["tp_sequence", "expert_parallel"]
 """In `make test`; the plain ones of each kind are in tests/pager and tests/exactness."""
 
 

@@ -56,10 +56,17 @@ MODELS = {
 
 
 def trains(
-    mode: str, seed: int, models: list[str], policies: list[str], piece: int = 0, loose: list[str] | None = None
+    mode: str,
+    seed: int,
+    models: list[str],
+    policies: list[str],
+    piece: int = 0,
+    loose: list[str] | None = None,
+    fewer: dict[str, list[str]] | None = None,
 ) -> dict[str, Any]:
     """Each model without memmgr, without a limit, and under budgets: digests and figures. `piece`: bytes of host memory
-    that are page-locked at a time. `loose`: the policies of the larger budget, where they are others."""
+    that are page-locked at a time. `loose`: the policies of the larger budget, where they are others. `fewer`: the policies of
+    the smaller budget of a model, where they are others."""
     handles = _start(mode, seed)
     if piece:
         load_core().mm_test_lock_pieces(ctypes.c_uint64(piece // 8), ctypes.c_uint64(piece), 1)
@@ -70,7 +77,8 @@ def trains(
             free = scenarios._train(MODELS[name], DEVICE)
         need = mm.stats()["resident_bytes.peak"]
         runs = {}
-        for share, those in zip(SHARES[name], (policies if loose is None else loose, policies), strict=True):
+        tight = (fewer or {}).get(name, policies)
+        for share, those in zip(SHARES[name], (policies if loose is None else loose, tight), strict=True):
             for policy in those:
                 with memmgr.budget(int(need * share), device=DEVICE, policy=policy, quiet=True) as mm:
                     digest = scenarios._train(MODELS[name], DEVICE)

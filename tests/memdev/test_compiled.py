@@ -15,9 +15,9 @@ from . import child
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="no C++ compiler")
 
 LATE = {"mode": "late", "seed": 0}
+RANDOM: dict[str, Any] = {"mode": "random", "seed": 3, "policies": ["torture"]}
 CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "late": ("compiled", "trains", {**LATE, "policies": ["auto", "offload", "evict", "torture"], "more": True}),
-    "random": ("compiled", "trains", {"mode": "random", "seed": 3, "policies": ["torture"]}),
     "captured": ("compiled", "captured", LATE),
     "refused": ("compiled", "refused", LATE),
 }
@@ -30,9 +30,10 @@ def children() -> Iterator[Any]:
     yield from child.each_once(CHILDREN, timeout=180)
 
 
-@pytest.mark.parametrize("mode", ["late", "random"])
+# `random` is torture once more, and compiles the model in a process of its own; test_managed.py trains in each mode.
+@pytest.mark.parametrize("mode", ["late", pytest.param("random", marks=pytest.mark.slow)])
 def test_a_compiled_training_has_the_bits_of_the_plain_compiled_one(children: Any, mode: str) -> None:
-    seen = children(mode)
+    seen = children("late") if mode == "late" else child.run("trains", module="memdev.compiled", timeout=180, **RANDOM)
     assert seen["same"]
     for name, run in seen["runs"].items():
         assert run["same"], name

@@ -150,7 +150,7 @@ def test_what_an_allocators_owner_builds_on(late: dict[str, Any]) -> None:
 @pytest.mark.ops
 def test_operator_database() -> None:
     """A small share of it; all with MEMMGR_TEST_ALL_OPS=1."""
-    count = 1 if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else 32
+    count = 1 if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else 64
     seen = child.run("sweep", module="memdev.ops", index=0, count=count, timeout=400)
     assert seen["wrong"] == []
     assert seen["compared"] > 0

@@ -152,7 +152,7 @@ def idle_ops(scale: float = 1024) -> dict[str, Any]:
     return {"noted": noted, "takes": simulation.end(100)["kernels"]}
 
 
-def launch_bound(ops: int = 2500, steps: int = 3) -> dict[str, Any]:
+def launch_bound(ops: int, steps: int = 3) -> dict[str, Any]:
     """The step of a chain of so many ops that take less time than their launches: plain, without a limit, and in a budget that
     is large enough. `small`: tensors below the pager's threshold; `recorded`: of 64 KiB, with gradients.
     """

@@ -95,7 +95,7 @@ def test_what_the_table_says_is_what_it_takes(share: float) -> None:
 
 
 @needs_logs
-@pytest.mark.parametrize("name", ["inceptionv4", "transformer"])
+@pytest.mark.parametrize("name", [pytest.param("inceptionv4", marks=pytest.mark.slow), "transformer"])  # near copies
 def test_rotor_is_faster_than_equal_segments_in_their_memory(name: str) -> None:
     """Beaumont et al. 2019, section 5: better than PyTorch's equal segments at every memory. (A U-Net is no chain: there it is not.)"""
     trace = read_dtr_log(log(name))

@@ -111,7 +111,7 @@ def least(trace: Trace) -> int:
     *(st.integers(1, 12), st.integers(0, 50), st.floats(0.0, 1.0), st.sampled_from([50.0, 1000.0, 1e6]), st.booleans()),
     st.sampled_from([0.0, 0.01]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_is_paged_is_valid_and_not_below_the_bound(
     layers: int, seed: int, share: float, rate: float, shared: bool, cpu: float
 ) -> None:

@@ -34,7 +34,7 @@ from torch import nn
 from beside import WIDTH
 
 def make_step():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(5)))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(2048, WIDTH)
     def step():
@@ -310,7 +310,7 @@ def test_what_makes_no_sense_is_said_before_the_work(
 
 def test_a_folder_with_a_config_is_planned_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {
-        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 1000,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -409,7 +409,7 @@ def test_a_measured_table_times_the_ops_of_a_step(
     products = [seconds for signature, (seconds, _) in rates.calls.items() if signature.startswith("aten.addmm")]
     assert len(products) == 1 and products[0] > 2 * 2048 * 512 * 512 / 1e13
     found = planned(capsys, "--device", str(table), what)
-    assert found["unmanaged_seconds"] > 8 * products[0]
+    assert found["unmanaged_seconds"] > 5 * products[0]
     assert cli.main(["plan", "--device", str(table), "--budget", "1GB", what]) == 0
     assert "not in the table" not in capsys.readouterr().err
 

@@ -301,7 +301,7 @@ def go(model: str, policy: str, bandwidth: float, cpu: float, *, share: float = 
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("share", [0.5, 0.35])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.35])  # less memory, more choices
 @pytest.mark.parametrize("cpu", [0.0, CPU])
 def test_auto_is_within_3_percent_of_the_better_of_evict_and_offload(model: str, share: float, cpu: float) -> None:
     for bandwidth in BANDWIDTHS:

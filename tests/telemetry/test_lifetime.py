@@ -532,6 +532,7 @@ def _plain(seed: int, scope: Callable[[], Any]) -> Record:
 
 def _attached(seed: int, scope: Callable[[], Any]) -> Record:
     def look(step: int) -> None:
+        unpaced(manager().telemetry)
         with Watching(interval_seconds=0.02, want=["cells", "map", "holders"]) as watching:
             watching.next("sample")
             if step % 2:
@@ -590,8 +591,9 @@ if __name__ == "__main__":
 
 def test_a_child_has_a_log_of_its_own(tmp_path: Path) -> None:
     """It opened its parent's anew: lines were lost, and there was a hole in the file."""
-    (tmp_path / "spawns.py").write_text(SPAWNED)
-    done = subprocess.run([sys.executable, "-P", "spawns.py"], cwd=tmp_path, capture_output=True, text=True)
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNED)
+    done = forkserver.run([sys.executable, "-P", str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     spawned, parent, again = done.stdout.split()
     assert parent == again

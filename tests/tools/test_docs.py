@@ -215,7 +215,27 @@ def _runs(command: str, folder: Path, env: dict[str, str]) -> None:
         _have_run.add(once)
 
 
-@pytest.mark.parametrize("block", SHELL, ids=lambda b: f"{b.page}:{b.number}")
+# Blocks that take longest, by their first words. The tests of the verb run it with the same options, another block runs a near
+# copy, and the words of all commands are parsed below.
+SLOW = {
+    "memmgr plan --device rtx4090 --budget 20GB",  # 19 s: plan/test_plan_verb.py
+    "memmgr simulate FILE --policy plan --ratio 0.5",  # 9 s: plan/test_simulate_verb.py; docs/policies.md has a table of all
+    "memmgr trace --out pass.trace train.py",  # 8 s: the same
+    "memmgr doctor --quick --json --disk .",  # 6 s: docs/quickstart.md, watch/test_doctor.py
+}
+
+
+def _marks(block: Block) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * block.text.startswith(tuple(SLOW))
+
+
+def test_blocks_that_are_slow_exist() -> None:
+    assert sum(bool(_marks(block)) for block in SHELL) == len(SLOW)
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, marks=_marks(block), id=f"{block.page}:{block.number}") for block in SHELL]
+)
 def test_shell(block: Block, place: tuple[Path, dict[str, str], int]) -> None:
     if block.said.startswith("not run:"):
         assert len(block.said) > len("not run: "), "without a reason"
@@ -269,7 +289,14 @@ def test_at_most_six_blocks_are_not_run() -> None:
     assert {block.page for block in SHOWN} >= set(GIVEN)
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["ours", "frameworks"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(False, id="ours"),
+        # It imports five packages, 16 s; tests/watch trains with each callback and writes to each logger.
+        pytest.param(True, id="frameworks", marks=pytest.mark.slow),
+    ],
+)
 def test_python(others: bool, place: tuple[Path, dict[str, str], int]) -> None:
     """Each as a module of its own, all in one process; those with frameworks, which warn as they like, in another."""
     folder, env, pid = place

@@ -47,6 +47,12 @@ def _run(command: str | tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 def _marks(command: str, name: str) -> list[pytest.MarkDecorator]:
     if not command.startswith(("python", "memmgr")):
         return [pytest.mark.slow]  # two ranks; tests/job/test_launch.py starts a script by torchrun, too
+    if command.startswith("memmgr run") and name == "plain":
+        return [pytest.mark.slow]  # by python the same script runs; test_run_script.py runs scripts by the command
+    if name == "with_lightning":
+        return [pytest.mark.slow]  # five seconds of imports; tests/watch/test_lightning.py trains with the callback
+    if name == "lora":
+        return [pytest.mark.slow]  # 8 s; tests/watch/test_trainer.py trains an adapter to the same losses
     if name == "compiled":
         return [pytest.mark.slow]  # a minute of compiling; tests/compiled_programs has such models
     needed = NEEDS.get(name)

@@ -261,6 +261,7 @@ def test_a_budget_after_the_script_is_the_scripts_and_is_noted(folder: Path) -> 
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 
 
+@pytest.mark.slow  # three interpreters import torch; job/test_launch.py starts an unmodified script by torchrun
 def test_under_torchrun(folder: Path, plain_bits: str) -> None:
     """Two processes; their communication is tested in tests/exactness/test_distributed.py."""
     words = ["-m", "memmgr.tools.cli", "run", "--budget", "9MB", "--write-log", "run.jsonl", "train.py"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -39,8 +40,9 @@ def test_an_unmanaged_run_has_no_memmgr_in_it() -> None:
         f"worker['work'](json.loads({_json(TINY)!r}))\n"
         "sys.exit([name for name in sys.modules if name.split('.')[0] == 'memmgr'] or 0)\n"
     )
-    environment = {"PATH": "/usr/bin:/bin", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MEMMGR_")}
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    done = forkserver.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -119,7 +119,8 @@ def _assert_three_figures_on_lines_of_training_only(history: list[dict[str, floa
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("checkpointing", [False, True])
+# With the Trainer's own checkpointing: the callback does the same, and tests/pager trains checkpointed models.
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_lora_with_accumulation_evaluation_save_and_resume(tmp_path: Path, checkpointing: bool) -> None:
     from memmgr.integrations import MemmgrCallback
 
