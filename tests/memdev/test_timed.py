@@ -23,44 +23,33 @@ def trained(name: str) -> Any:
     return child.run("trains", module="memdev.timed", timeout=120, models={name: SHARES[name]})[name]
 
 
-@pytest.fixture(scope="module")
-def seen() -> Any:
-    """The results of the trainings, by the model's name. A model is trained at its first use."""
-
-    class Seen:
-        def __getitem__(self, name: str) -> Any:
-            return trained(name)
-
-    return Seen()
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_a_planned_step_asks_at_most_once_an_op_and_copies_nothing_pageable(seen: Any, name: str) -> None:
-    step = seen[name]["limited"]
+def test_a_planned_step_asks_at_most_once_an_op_and_copies_nothing_pageable(name: str) -> None:
+    step = trained(name)["limited"]
     assert step["planned"] > 0 < step["reload_bytes"] + step["recomputes"]
     assert step["queries"] <= step["ops"]
-    assert step["pageable bytes"] == seen[name]["errors"] == 0
+    assert step["pageable bytes"] == trained(name)["errors"] == 0
 
 
 # Known limitation: the convnet's planned steps move 14 pages and drain the device 2.5 times.
 @pytest.mark.parametrize("name", ["gpt"])
-def test_a_planned_step_moves_hardly_a_page(seen: Any, name: str) -> None:
-    step, pages = seen[name]["limited"], seen[name]["need"] / seen[name]["page"]
+def test_a_planned_step_moves_hardly_a_page(name: str) -> None:
+    step, pages = trained(name)["limited"], trained(name)["need"] / trained(name)["page"]
     assert step["drains"] <= 2 + 1 / 4  # the program waits after four steps
     assert step["maps"] <= 0.02 * pages
 
 
-def test_a_step_takes_the_time_that_its_plan_predicts(seen: Any) -> None:
+def test_a_step_takes_the_time_that_its_plan_predicts() -> None:
     """The steps that were measured moved pages in most ops. The device's time for an op is without that."""
-    step, free = seen["gpt"]["limited"], seen["gpt"]["free"]
+    step, free = trained("gpt")["limited"], trained("gpt")["free"]
     assert step["predicted"] > 1.1
     assert step["step"] == pytest.approx(step["predicted"] * free["step"], rel=0.1)
 
 
-def test_a_timed_period_takes_no_longer_than_a_step_without_a_limit(seen: Any) -> None:
+def test_a_timed_period_takes_no_longer_than_a_step_without_a_limit() -> None:
     """Events that time the ops, and searches for memory, are nobody's time: with them the host would set the pace."""
-    later = seen["gpt"]["noted"][3:]  # not the first period, in which the optimizer makes its states
-    assert len(later) >= 3 and max(later) <= seen["gpt"]["free"]["step"], later
+    later = trained("gpt")["noted"][3:]  # not the first period, in which the optimizer makes its states
+    assert len(later) >= 3 and max(later) <= trained("gpt")["free"]["step"], later
 
 
 def test_an_op_that_meets_an_idle_device_only_is_delayed_once_and_then_known() -> None:
@@ -73,17 +62,17 @@ def test_an_op_that_meets_an_idle_device_only_is_delayed_once_and_then_known() -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_budget_holds_with_the_bits_of_plain_training(seen: Any, name: str) -> None:
+def test_a_budget_holds_with_the_bits_of_plain_training(name: str) -> None:
     """Work runs when its virtual time has come, so the result of work that is not waited for is missing."""
-    limited = seen[name]["limited"]
-    assert limited["digest"] == seen[name]["plain"]["digest"]
-    assert limited["peak"] <= limited["budget"] < seen[name]["need"]
-    assert limited["committed_peak"] <= limited["budget"] + seen[name]["page"]
+    limited = trained(name)["limited"]
+    assert limited["digest"] == trained(name)["plain"]["digest"]
+    assert limited["peak"] <= limited["budget"] < trained(name)["need"]
+    assert limited["committed_peak"] <= limited["budget"] + trained(name)["page"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_without_a_limit_is_the_longer_of_kernels_and_host(seen: Any, name: str) -> None:
-    free = seen[name]["free"]
+def test_a_step_without_a_limit_is_the_longer_of_kernels_and_host(name: str) -> None:
+    free = trained(name)["free"]
     assert free["step"] <= 1.02 * max(free["ideal"], free["host"])
     assert free["offload_bytes"] == free["evictions"] == free["maps"] == 0
 
