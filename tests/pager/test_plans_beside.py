@@ -153,7 +153,7 @@ last()
 )  # it opens the same budget
 def test_scripts_leave_no_process(tmp_path: Path, how: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command, environment = [sys.executable, "train.py"], dict(os.environ)
+    command, environment = [sys.executable, "train.py"], {**os.environ, "MEMMGR_CONF": "policy:offload"}
     if how == "run":
         command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "run", "--budget", "1800kB", "train.py"]
     else:
