@@ -124,7 +124,7 @@ def _unlimited() -> tuple[int, list[str]]:
     ("conf", "moved"),
     [
         ("policy:dtr,quiet:1", "evictions"),
-        ("policy:offload,quiet:1", "offloads"),
+        pytest.param("policy:offload,quiet:1", "offloads", marks=pytest.mark.slow),  # the next one, without a host tier
         ("policy:offload,host:1MB,quiet:1", "offloads"),
     ],
 )
