@@ -83,7 +83,9 @@ def test_where_all_fits_no_state_is_said_to_have_left() -> None:
     assert found["stats"]["below_bytes.parameters"] == 0 == found["stats"]["moved_bytes.parameters"]
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "fused", [True, pytest.param(False, marks=pytest.mark.slow)]
+)  # the pager sees the same gradients
 def test_gradients_that_are_kept_over_a_step_are_seen(fused: bool) -> None:
     assert trained(share=0.5, keep=True, fused=fused)["stats"]["kept_gradient_bytes"] >= trained(share=2)["parameters"]
 
