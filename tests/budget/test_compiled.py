@@ -154,7 +154,7 @@ def test_a_graph_with_sizes_that_are_symbols() -> None:
     assert all(torch.equal(x, y) for x, y in zip(managed, both(), strict=True))
 
 
-@pytest.mark.parametrize("policy", ["auto", "offload"])
+@pytest.mark.parametrize("policy", ["auto", pytest.param("offload", marks=pytest.mark.slow)])  # auto offloads, too
 @pytest.mark.rule(15)
 def test_a_step_that_is_compiled_as_a_whole(policy: str, beyond: Callable[[str], int]) -> None:
     """The hook at the end of its backward is in a frame that Dynamo compiles, too, and it changed the graph of the update."""

@@ -48,7 +48,7 @@ def _training() -> Callable[[], torch.Tensor]:
 def test_steps_keep_one_budget_its_plans_and_its_summary(capfd: pytest.CaptureFixture[str]) -> None:
     plain = _training()
     want = [plain().item() for _ in range(40)]
-    mm = memmgr.budget(LIMIT, device="cpu")
+    mm = memmgr.budget(LIMIT, device="cpu", policy="offload")  # auto plans for seconds
     step = mm(_training())
     made = [step().item() for _ in range(20)]
     runtime: Any = current()

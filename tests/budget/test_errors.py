@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-import subprocess
 import sys
 import time
 import traceback
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from torch import nn
@@ -556,7 +556,7 @@ with memmgr.budget(9_000_000, quiet=True):
 
 def test_what_finds_no_room_outside_of_an_op_does_not_wait_for_itself() -> None:
     """The thread runs alone, and such a thread is counted among the running ones."""
-    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=60)
+    done = forkserver.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=60)
     assert done.stdout == "told\n", done.stderr
 
 
@@ -597,5 +597,5 @@ except RuntimeError as error:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_too_few_addresses_are_named_with_a_way_out() -> None:
-    done = subprocess.run([sys.executable, "-c", FEW_ADDRESSES], capture_output=True, text=True, timeout=120)
+    done = forkserver.run([sys.executable, "-c", FEW_ADDRESSES], capture_output=True, text=True, timeout=120)
     assert re.search("cannot reserve [0-9]+ bytes of addresses.*`ulimit -v`", done.stdout), done.stdout + done.stderr

@@ -756,11 +756,12 @@ def test_out_of_memory_instead_of_a_hang() -> None:
     children.run("test_threads", "nothing_to_give_while_the_mutex_is_held", "auto", timeout=60)
 
 
-# Each policy and each way to go on once; the other pairs are slow.
+# Auto stays in its budget here, and offload leaves it below; torture is interrupted at every place in test_interrupts.py. The
+# other pairs of a policy and a way to go on are slow.
 @pytest.mark.parametrize(
     ("policy", "share", "stay"),
     [
-        ("torture", "1.0", "leave"),
+        pytest.param("torture", "1.0", "leave", marks=pytest.mark.slow),
         ("auto", "0.4", "stay"),
         pytest.param("torture", "1.0", "stay", marks=pytest.mark.slow),
         pytest.param("auto", "0.4", "leave", marks=pytest.mark.slow),
@@ -770,7 +771,7 @@ def test_ctrl_c(policy: str, share: str, stay: str) -> None:
     children.run("test_threads", "interrupted", policy, share, stay, "0", timeout=180)
 
 
-@pytest.mark.parametrize("stay", ["stay", "leave"])
+@pytest.mark.parametrize("stay", [pytest.param("stay", marks=pytest.mark.slow), "leave"])  # auto stays above
 def test_ctrl_c_in_the_middle_of_a_reclaim(stay: str) -> None:
     rounds = {"EXACTNESS_INTERRUPTS": "8"}  # opening measures the tier, which takes its time here
     children.run("test_threads", "interrupted", "offload", "0.5", stay, "30000000", timeout=180, env=rounds)

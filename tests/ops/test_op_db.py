@@ -1,6 +1,6 @@
 """Every differentiable op and module of PyTorch's own databases, under torture, has the bits that it has without memmgr.
 
-`make test` runs every 32nd bucket; MEMMGR_TEST_ALL_OPS=1 (`make test-ops`) runs all, and MEMMGR_OPS_SHARD=i/n the i-th
+`make test` runs one bucket of 64; MEMMGR_TEST_ALL_OPS=1 (`make test-ops`) runs all, and MEMMGR_OPS_SHARD=i/n the i-th
 of n shares (0 <= i < n). One op by hand: `python -m tests.ops.sweep --op NAME`.
 """
 
@@ -23,7 +23,7 @@ def _buckets() -> list[int]:
         if not 0 <= index < count <= sweep.BUCKETS:
             raise ValueError(f"MEMMGR_OPS_SHARD={shard!r}: give i/n with 0 <= i < n <= {sweep.BUCKETS}")
         return list(range(index, sweep.BUCKETS, count))
-    return list(range(sweep.BUCKETS) if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else range(16, sweep.BUCKETS, 32))
+    return list(range(sweep.BUCKETS) if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else range(48, sweep.BUCKETS, 64))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,12 +57,19 @@ def test_same_bits(bucket: int) -> None:
     )
 
 
+@pytest.mark.slow  # the list only has to be shorter with a later torch; no rule depends on it
 def test_lstsq_is_as_the_list_says() -> None:
     assert set(NOT_DETERMINISTIC) <= {"linalg.lstsq", "linalg.lstsq.grad_oriented"}  # the ones shown here
     assert lstsq_reads_unwritten_memory() == bool(NOT_DETERMINISTIC)
 
 
-@pytest.mark.parametrize("name", sorted(RAISES))
+# A sample of the list, whose entries only have to be removed some day; the three others take nine seconds.
+_SLOW = {"abs", "as_strided.partial_views", "float_power"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in sorted(RAISES)]
+)
 def test_still_raises_without_memmgr(name: str) -> None:
     report = sweep.sweep(list(sweep.cases_of(name)))
     assert report.raised, f"no sample of {name} raises now: take it off the list"

@@ -76,11 +76,16 @@ def test_layers_and_steps_write_what_the_table_says(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("share", "samples"),
-    [(4, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(1, 8, marks=pytest.mark.slow)],
+    [
+        (16, 1),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 8, marks=pytest.mark.slow),
+    ],
 )  # all ops take 40 s of a processor, and further samples are near copies of the first one
 @pytest.mark.parametrize("device", DEVICES)
 def test_ops_write_what_they_declare(device: str, share: int, samples: int) -> None:
-    """Those of torch's operator database, or every fourth one, forward and backward."""
+    """Those of torch's operator database, or every fourth or sixteenth one, forward and backward."""
     pytest.importorskip("expecttest", reason="torch's operator database needs it")
     with sweep.quiet_op():
         from torch.testing._internal.common_methods_invocations import op_db

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 from pathlib import Path
 
@@ -152,7 +151,7 @@ for name in ("numpy", "asarray", "dlpack"):
         assert mm.stats()["escapes"] == 1, name
     del part, tensor, others
 """
-    subprocess.run([sys.executable, "-c", child], check=True)
+    forkserver.run([sys.executable, "-c", child], check=True)
 
 
 @pytest.mark.parametrize("when", ["before", "in an earlier budget"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from budget.models import MODELS
+from budget import models
 from threads import one_thread  # noqa: F401  a fixture
 
 import memmgr
@@ -17,6 +18,7 @@ from memmgr.native import binding as native
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 2
+MODELS = {**models.MODELS, "gpt": functools.partial(models.gpt, layers=2)}
 
 
 def train(name: str, limit: int | None) -> tuple[list[float], dict[str, Any]]:

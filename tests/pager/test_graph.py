@@ -16,7 +16,12 @@ from .planned import bits, need, sizes, trained
 __all__ = ["sizes"]  # a fixture
 
 STEPS = 3
-CASES = [("gpt", "auto", 0.5), ("convnet", "evict", 0.6), ("gpt", "offload", 0.4), ("lstm", "auto", 0.5)]
+CASES = [
+    ("convnet", "evict", 0.6),
+    ("gpt", "offload", 0.4),
+    ("lstm", "auto", 0.5),
+    pytest.param("gpt", "auto", 0.5, marks=pytest.mark.slow),  # a near copy of the last one
+]
 
 
 @pytest.fixture

@@ -88,7 +88,9 @@ def test_inference_reads_weights_from_their_file_and_writes_none(file, load, opt
 
 
 @pytest.mark.parametrize("load", [mapped, torch_mapped])
-@pytest.mark.parametrize("policy", ["auto", "offload", "torture"])
+@pytest.mark.parametrize(
+    "policy", ["auto", pytest.param("offload", marks=pytest.mark.slow), "torture"]
+)  # auto offloads
 @pytest.mark.parametrize("before", [False, True], ids=["loaded inside", "loaded before"])
 def test_training_has_the_bits_of_plain_torch(file, load, policy, before):
     expected = train(load(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-GPT = models.MODELS["gpt"]
+GPT = functools.partial(models.gpt, layers=2, width=64)
 STEPS = 12
 
 
@@ -134,9 +135,9 @@ def last():
     print("PLANNER", planner_process.PLANNER.pid, flush=True)
 
 torch.manual_seed(0)
-net = torch.nn.Sequential(*[m for _ in range(40) for m in (torch.nn.Linear(96, 96), torch.nn.Tanh())])
+net = torch.nn.Sequential(*[m for _ in range(10) for m in (torch.nn.Linear(96, 96), torch.nn.Tanh())])
 opt = torch.optim.Adam(net.parameters())
-for _ in range(12):
+for _ in range(6):
     x = torch.randn(256, 96)
     (net(x) - x).square().mean().backward()
     opt.step(), opt.zero_grad()
@@ -152,11 +153,11 @@ last()
 )  # it opens the same budget
 def test_scripts_leave_no_process(tmp_path: Path, how: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command, environment = [sys.executable, "train.py"], dict(os.environ)
+    command, environment = [sys.executable, "train.py"], {**os.environ, "MEMMGR_CONF": "policy:offload"}
     if how == "run":
-        command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "run", "--budget", "6MB", "train.py"]
+        command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "run", "--budget", "1800kB", "train.py"]
     else:
-        environment["MEMMGR_BUDGET"] = "6MB"
+        environment["MEMMGR_BUDGET"] = "1800kB"
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     pid = done.stdout.split()[done.stdout.split().index("PLANNER") + 1]

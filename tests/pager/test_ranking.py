@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -39,11 +40,21 @@ def trained(steps: int = STEPS, **options: Any) -> tuple[list[float], dict[str, 
     return losses, mm.stats(), runtime
 
 
-def limit(share: float) -> int:
+@functools.cache
+def plain(steps: int = STEPS) -> list[float]:
+    """The losses without a budget."""
+    return trained(steps)[0]
+
+
+@functools.cache
+def need() -> int:
+    """Beyond the bytes left behind by other tests."""
     _, stats, _ = trained(limit=None)
-    need = stats["unmanaged_peak_bytes"]
-    there = bytes_already_there()
-    return there + int((need - there) * share)
+    return int(stats["unmanaged_peak_bytes"]) - bytes_already_there()
+
+
+def limit(share: float) -> int:
+    return bytes_already_there() + int(need() * share)
 
 
 def newest_first(c: Candidates) -> Any:
@@ -80,7 +91,7 @@ def test_which_orders_are_mallocs_own() -> None:
 def test_other_policies_run_as_themselves(policy: Any) -> None:
     """They have no plan, and where malloc has no such order a thread ranks."""
     losses, stats, runtime = trained(limit=limit(0.6), policy=policy)
-    assert losses == trained()[0]
+    assert losses == plain()
     assert stats["plans"] == 0 and stats["resident_bytes.peak"] <= stats["budget_bytes"]
     ranked = order_of(policy if isinstance(policy, Policy) else parse_policy(policy)) is Order.RANKED
     assert (stats["rankings"] > 0) == ranked
@@ -94,14 +105,14 @@ def test_a_policy_that_fails_costs_its_order_only() -> None:
     policy = Policy("broken", broken, DIRECTORS["auto"], PREFETCHERS["off"])
     with pytest.warns(RuntimeWarning, match="the policy 'broken' failed .*on purpose"):
         losses, stats, _ = trained(limit=limit(0.6), policy=policy)
-    assert losses == trained()[0] and stats["rankings"] == 0
+    assert losses == plain() and stats["rankings"] == 0
 
 
 @pytest.mark.parametrize("policy", ["capuchin", "delta_taco"])
 def test_published_planners_are_followed(policy: str) -> None:
     steps = 2 * STEPS  # other work of the machine decides after which step there is a plan
     losses, stats, runtime = trained(steps, limit=limit(0.7), policy=policy)
-    assert losses == trained(steps)[0]
+    assert losses == plain(steps)
     assert stats["plans"] > 0 and stats["planned_passes"] > 0, runtime.plans.errors()
     assert stats["resident_bytes.peak"] <= stats["budget_bytes"]
 
@@ -110,7 +121,7 @@ def test_published_planners_are_followed(policy: str) -> None:
 def test_placement(placement: str) -> None:
     """Victims may be chosen by address (Coop): the same bits, and the budget."""
     losses, stats, _ = trained(limit=limit(0.6), policy="lru+auto", _placement=placement)
-    assert losses == trained()[0]
+    assert losses == plain()
     assert 0 < stats["resident_bytes.peak"] <= stats["budget_bytes"]
     assert (stats["search_seconds"] > 0) == (not placement.startswith("remap"))
 
@@ -118,7 +129,7 @@ def test_placement(placement: str) -> None:
 @pytest.mark.parametrize("policy", ["keep", "nothing"])
 def test_nothing_leaves(policy: str) -> None:
     losses, stats, _ = trained(limit="1GB", policy=policy)
-    assert losses == trained()[0]
+    assert losses == plain()
     with pytest.raises(memmgr.BudgetError):
         trained(limit=limit(0.6), policy=policy)
     last = memmgr.stats()

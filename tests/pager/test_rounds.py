@@ -134,8 +134,16 @@ class InTurn(models.Training):
 
 
 @pytest.mark.usefixtures("sizes")
-@pytest.mark.parametrize("policy", ["auto", "evict"])
-@pytest.mark.parametrize(("make", "backwards"), [(Accumulated, 4), (InTurn, 2)])
+@pytest.mark.parametrize(
+    ("make", "backwards", "policy"),
+    [
+        (Accumulated, 4, "evict"),
+        (InTurn, 2, "evict"),
+        # Auto plans for five and ten seconds, and rounds are found before any plan is made.
+        pytest.param(InTurn, 2, "auto", marks=pytest.mark.slow),
+        pytest.param(Accumulated, 4, "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_a_plan_spans_a_round(make: type[models.Training], backwards: int, policy: str) -> None:
     got, figures, limit = under(make, 0.6, policy, steps=18)
     assert got == trained(make, 18)

@@ -53,7 +53,13 @@ def _called(op: Any, sample: Any, in_place: bool) -> list[torch.Tensor]:
     return [t.clone() for t in _tensors([lists[0], made])]
 
 
-@pytest.mark.parametrize("op", LIST_OPS, ids=lambda op: op.name)
+# Every fourth op of one list: they have the same schema and are cut by the same code.
+_SLOW = {op.name for nth, op in enumerate(foreach_unary_op_db) if nth % 4}
+
+
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[pytest.mark.slow] * (op.name in _SLOW)) for op in LIST_OPS], ids=lambda op: op.name
+)
 def test_list_ops(op: Any, one_by_one: None, beyond: Callable[[str], int]) -> None:
     """PyTorch's own samples of its list ops."""
     ways = [way for way in (False, True) if (op.inplace_variant if way else op.method_variant) is not None]
