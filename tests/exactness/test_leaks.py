@@ -77,10 +77,10 @@ def thousand_passes(policy: str) -> Iterator[None]:
             yield
 
 
-@scenario(350)
+@scenario(700)
 def shapes_that_hardly_repeat(policy: str) -> Iterator[None]:
     """Plans and kinds are caches: they must be bounded. Shapes come again after 105 passes, and the snapshots are
-    as far apart: at each the same sequences were met last, and the plans that are kept are those of the same shapes."""
+    twice as far apart: at each the same sequences were met last, and the plans that are kept are those of the same shapes."""
     model = cases.MLP(depth=2)
 
     def step(n: int = 300) -> None:
@@ -88,7 +88,7 @@ def shapes_that_hardly_repeat(policy: str) -> Iterator[None]:
 
     # However long planning takes: else the plans' cache is still being filled when the first snapshot is taken.
     with mock.patch.object(plans, "FREE_PLANS", 1 << 30), _budget(step, policy):
-        for i in range(350):
+        for i in range(700):
             step(20 + (i * 37) % 105 * 2)
             yield
 

@@ -30,8 +30,8 @@ def plain(make: type[States]) -> tuple[str, dict[str, int]]:
     return digest, workload.limits(need)
 
 
-# Each takes half a dozen seconds. In a quarter more leaves than in half. Mixed precision has tensors of bf16, too. Accumulation has a plan over its
-# micro-batches in test_rounds.py, and the three other variants have its optimizer and its layers.
+# Each takes half a dozen seconds. In a quarter more leaves than in half. Mixed precision has tensors of bf16, too.
+# Accumulation has a plan over its micro-batches in test_rounds.py.
 @pytest.mark.parametrize(
     ("variant", "share"),
     [
