@@ -34,9 +34,8 @@ __all__ = ["sizes"]  # a fixture
 pytestmark = [pytest.mark.filterwarnings("error:memmgr"), pytest.mark.usefixtures("sizes")]
 
 
-# Auto plans for seconds: it runs with a GPT in test_plans_beside.py and with a DenseNet in `test_a_plan_is_done_as_it_says`,
-# which also has evict with a DenseNet and a tree LSTM. The rest is slow.
-_QUICK = {"gpt": ["offload"], "unet": ["evict"], "lstm": [], "densenet": []}
+# Auto plans for seconds. `test_a_plan_is_done_as_it_says` has a DenseNet and a tree LSTM. The rest is slow.
+_QUICK = {"gpt": ["auto", "offload"], "unet": ["evict"], "lstm": [], "densenet": []}
 
 
 @pytest.mark.parametrize(
