@@ -78,7 +78,7 @@ for _ in range(3):
 """
     done = forkserver.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"memmgr: peak .* of 8 MB .*, (\d+) passes", done.stderr) == ["3"], done.stderr
+    assert re.findall(r"memmgr: peak .* of 8 MB .*; (\d+) passes", done.stderr) == ["3"], done.stderr
 
 
 def test_between_calls_it_gives_way_to_another_budget() -> None:

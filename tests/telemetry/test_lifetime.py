@@ -343,7 +343,7 @@ def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
 def test_the_log_of_passes_that_all_differ_says_why_they_have_no_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memmgr.runtime.session.is_slow", lambda stats: True)
+    monkeypatch.setattr("memmgr.observe.slowness.is_slow", lambda stats: True)
     log = tmp_path / "run.jsonl"
     with memmgr.budget(LIMIT, quiet=True, log=log):
         model = Net()
