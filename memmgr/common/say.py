@@ -10,8 +10,9 @@ def say(*lines: str) -> None:
     if not lines:
         return
     text = "\n".join("memmgr: " + line for line in lines)
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if tqdm is None:
+    # Programs put a function without `write` in the place of the class, to have no bars.
+    write = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "write", None)
+    if write is None:
         print(text, file=sys.stderr, flush=True)
     else:
-        tqdm.write(text, file=sys.stderr)
+        write(text, file=sys.stderr)

@@ -23,12 +23,16 @@ _process = os.getpid()
 
 
 def summary(s: dict[str, Any], *, binary: bool = False) -> str:
-    """One line.
+    """One line, as it is printed.
 
     Args:
         s: `memmgr.stats()`.
         binary: sizes in powers of two, as the user wrote the budget; below, too.
     """
+    return "memmgr: " + _line(s, binary)
+
+
+def _line(s: dict[str, Any], binary: bool) -> str:
     size = functools.partial(show_size, binary=binary)
     limit = s["budget_bytes"]
     of = f" of {size(limit)} ({size(s['unmanaged_peak_bytes'])} unmanaged)" if limit < UNLIMITED else " without a limit"
@@ -36,7 +40,7 @@ def summary(s: dict[str, Any], *, binary: bool = False) -> str:
     factor = slowdown(s)
     slower = "" if factor is None else f", at least {factor:.2f}x of an unlimited run"
     return (
-        f"memmgr: peak {size(s['resident_bytes.peak'])}{of}; {s['passes']} "
+        f"peak {size(s['resident_bytes.peak'])}{of}; {s['passes']} "
         f"pass{'' if s['passes'] == 1 else 'es'}{planned} in {show_seconds(s['wall_seconds'])}{slower}; "
         f"evicted {s['evictions']} ({size(s['evicted_bytes'])}), offloaded {s['offloads']} ({size(s['offload_bytes'])})"
     )
@@ -131,7 +135,7 @@ def report(
     lines = [*fixed(s, binary=binary), *more, *lines]
     global _next
     _next = next_command(log)
-    say(summary(s, binary=binary).removeprefix("memmgr: "), *lines)
+    say(_line(s, binary), *lines)
 
 
 def next_command(log: str | os.PathLike[str] | None) -> str:

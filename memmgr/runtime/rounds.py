@@ -2,8 +2,10 @@
 
 A plan is for a period that recurs. Tensors that several backwards make together are held from one to the next, and the
 next backward is a different one. A plan for each alone has to begin and end with all of them in memory. If that does
-not fit, a period spans the round. Where most of the round follows such plans, it does not: an epoch of a loader that reads ahead
-has a first and a last step of their own, and the steps between do with theirs.
+not fit, a period spans the round.
+
+Where single backwards with most of the ops follow plans of their own, no period spans them. An epoch is an example: a loader that
+reads ahead gets two batches in its first step, none in its last one, and one in each step between.
 """
 
 from __future__ import annotations

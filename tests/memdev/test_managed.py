@@ -122,7 +122,7 @@ def test_wrong_bytes_stay_wrong(children: Any) -> None:
     assert "bytes came back other than they left" in children("streams")["checked"]["left out"]["digest"]
 
 
-# The training of each mode has its bits above: here, too, the late device alone shows a wait that is missing.
+# A late device shows a wait that is missing. The other modes have the bits of a training, above.
 IN_MODES = ["late", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("threaded", "random"))]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+import types
 
 import pytest
 
@@ -13,6 +15,14 @@ def test_a_line_has_the_prefix_and_none_prints_nothing(capsys: pytest.CaptureFix
     say("a", "b")
     say()
     assert capsys.readouterr().err == "memmgr: a\nmemmgr: b\n"
+
+
+def test_a_program_may_have_replaced_the_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=lambda rows: rows))
+    say("a")
+    assert capsys.readouterr().err == "memmgr: a\n"
 
 
 def test_a_bar_is_not_in_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,17 +166,26 @@ def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> t
         predicted = curve.factor(share)
         found = run(budget_bytes, f"{share} % of the need ({show_size(budget_bytes)})")
         made = tried[share] = At(
-            share, budget_bytes, predicted, None, found.slowdown, found.passes, found.why, found.processor, predicted
+            share,
+            budget_bytes,
+            simulated=predicted,
+            lower_bound=None,
+            measured=found.slowdown,
+            passes=found.passes,
+            why=found.why,
+            processor=found.processor,
+            predicted=predicted,
         )
         if found.slowdown is not None:
             curve.learn(found.link, found.own_seconds)
         if found.slowdown is not None and found.slowdown <= most:
             proposal = made
             break
+        above = share + STEP * 2**step
+        if share < 100 - STEP < above:
+            above = 100 - STEP  # the largest budget that is not all of the need
         knee_share = curve.knee(most)
-        share = (
-            knee_share if knee_share > share else min(share + STEP * 2**step, 100 - STEP if share < 100 - STEP else 100)
-        )
+        share = knee_share if knee_share > share else above
     last_knee = curve.knee(most)
     points = [_with_run(at, tried.get(at.share)) for at in curve.points({*tried, last_knee})]
     if proposal is not None:

@@ -94,17 +94,9 @@ def _mark(axes: Axes, marks: Marks) -> None:
         doubt = [[f - f / marks.noise for f in factors], [f * marks.noise - f for f in factors]]
         label = f"measured (equal runs differ by {marks.noise - 1:.0%})"
         axes.errorbar(
-            ratios,
-            factors,
-            yerr=doubt,
-            fmt="D",
-            color=COLOURS[3],
-            markersize=6,
-            elinewidth=0.9,
-            capsize=3,
-            label=label,
+            ratios, factors, yerr=doubt, fmt="D", color=COLOURS[3], markersize=6, elinewidth=0.9, capsize=3, label=label,
             zorder=5,
-        )
+        )  # fmt: skip
     if marks.proposal is not None:
         axes.plot(*marks.proposal, "o", markersize=15, fillstyle="none", color=COLOURS[2], label="proposal", zorder=6)
 
