@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -9,6 +11,16 @@ import numpy as np
 
 LIMIT_SECONDS: ContextVar[float] = ContextVar("LIMIT_SECONDS", default=20.0)
 """Time limit of a system's integer programs at a budget; the best answer until then counts."""
+
+
+@contextmanager
+def limited_to(seconds: float) -> Iterator[None]:
+    """Sets the time limit of the integer programs that are solved inside, and puts the one before back."""
+    token = LIMIT_SECONDS.set(seconds)
+    try:
+        yield
+    finally:
+        LIMIT_SECONDS.reset(token)
 
 
 @dataclass

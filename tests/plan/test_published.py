@@ -16,7 +16,7 @@ from memmgr.policies.published.checkmate import checkmate, moccasin
 from memmgr.policies.published.checkpointing import checkpointed
 from memmgr.policies.published.coop import cheapest_window
 from memmgr.policies.published.graph import graph_of
-from memmgr.policies.published.milp import LIMIT_SECONDS
+from memmgr.policies.published.milp import limited_to
 from memmgr.policies.published.runs import completed
 from memmgr.policies.published.systems import PUBLISHED, RECOMPUTING, applicable
 from memmgr.policies.published.tcontrol import betweenness
@@ -230,18 +230,16 @@ def test_without_time_the_relaxation_is_rounded() -> None:
     trace = chain(12)
     budget = int(trace.unmanaged_peak[0] * 0.7)
     best = checkmate(trace, budget)
-    token = LIMIT_SECONDS.set(0.0)
-    rounded = checkmate(trace, budget)
-    LIMIT_SECONDS.reset(token)
+    with limited_to(0.0):
+        rounded = checkmate(trace, budget)
     assert best.feasible and rounded.feasible and rounded.seconds >= best.seconds > trace.seconds
     assert replay(trace, rounded.steps, budget).valid
 
 
 def test_two_retention_intervals_stay_two_where_the_relaxation_is_rounded() -> None:
     """Rounding ignores rows: its result may run an op more often, and is no answer then."""
-    token = LIMIT_SECONDS.set(0.0)
-    runs = [moccasin(trace := read(tangle(seed, ops=5)), int(trace.unmanaged_peak[0] * 0.75)) for seed in range(12)]
-    LIMIT_SECONDS.reset(token)
+    with limited_to(0.0):
+        runs = [moccasin(trace := read(tangle(seed, ops=5)), int(trace.unmanaged_peak[0] * 0.75)) for seed in range(12)]
     assert any(run.feasible for run in runs)
     for run in runs:
         again = [s.target for s in run.steps if s.do is Do.RECOMPUTE]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from memmgr.policies.published.milp import LIMIT_SECONDS
 from memmgr.policies.published.systems import OFFLOADING, RECOMPUTING
 from memmgr.policies.trace import Trace
 from memmgr.policies.trace.schedule import Do, Step, replay
@@ -88,7 +89,9 @@ def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.usefixtures("simulated_once")
 def test_a_table_of_all(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limit = LIMIT_SECONDS.get()
     assert simulate(small, "--policy", "all", "--ratio", 0.8, *HURRY) == 0
+    assert LIMIT_SECONDS.get() == limit, "the solver's limit is the verb's, not the process's"
     shown, said = capsys.readouterr()
     names = ("auto", "plan", "capuchin", "delta_taco", "dtr_eq", "dtr_local", *RECOMPUTING)
     rows = [line.split()[0] for line in shown.splitlines() if line.strip()]

@@ -11,7 +11,7 @@ import pytest
 
 from memmgr.policies.published.chain import Chain
 from memmgr.policies.published.copies import Swap, around_shortage, with_copies
-from memmgr.policies.published.milp import LIMIT_SECONDS
+from memmgr.policies.published.milp import limited_to
 from memmgr.policies.published.runs import completed
 from memmgr.policies.published.runs import judged as outcome
 from memmgr.policies.published.superneurons import recomputed
@@ -29,9 +29,8 @@ EITHER = ("superneurons", "tsplit")
 
 @pytest.fixture(autouse=True)
 def hurry() -> Iterator[None]:
-    token = LIMIT_SECONDS.set(2.0)
-    yield
-    LIMIT_SECONDS.reset(token)
+    with limited_to(2.0):
+        yield
 
 
 def judged(trace: Trace, made: Run, tier: TierLink) -> None:

@@ -31,7 +31,7 @@ from memmgr.policies.plan.bound import lower_bound_seconds
 from memmgr.policies.plan.knee import knee
 from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
-from memmgr.policies.published.milp import LIMIT_SECONDS
+from memmgr.policies.published.milp import LIMIT_SECONDS, limited_to
 from memmgr.policies.published.systems import PUBLISHED, applicable
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
@@ -142,7 +142,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulates; see the module's text for the exit code."""
     with _one_line():
-        return _run(args)
+        if not args.solver_seconds >= 0:
+            raise UsageError(f"--solver-seconds must not be negative, is {args.solver_seconds}")
+        with limited_to(args.solver_seconds):
+            return _run(args)
 
 
 @contextmanager
@@ -155,9 +158,6 @@ def _one_line() -> Iterator[None]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if not args.solver_seconds >= 0:
-        raise UsageError(f"--solver-seconds must not be negative, is {args.solver_seconds}")
-    LIMIT_SECONDS.set(args.solver_seconds)
     if args.job is not None:
         return _job(args)
     if args.file is None:
