@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from memmgr.common import threads
 from memmgr.native import binding, build
 
 
@@ -67,12 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells as small as the models here; a user's are of 64 KiB and more."""
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "512")
-
-
-@pytest.fixture(autouse=True)
-def _nobody_trains_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests wait for plans, and other workers' runs are no training that should go first."""
-    monkeypatch.setattr(threads, "_BEHIND", 0)
 
 
 @pytest.fixture(autouse=True)

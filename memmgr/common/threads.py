@@ -1,4 +1,4 @@
-"""memmgr's own threads: how they end, and their priority."""
+"""memmgr's own threads: how they end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ _SLEEPS = {
     socket: ("accept", "readinto"),
     multiprocessing.connection: ("_recv",),
 }
-_BEHIND = 10  # nice: about a tenth of the processor time of a training thread
 
 
 def sleeping_functions() -> list[FunctionType]:
@@ -181,12 +180,3 @@ class Rationed:
         now = time.perf_counter()
         self._due = now + (now - began) / self._share
         return True
-
-
-def let_others_first() -> None:
-    """Lowers the priority of this thread for its whole life, so that training threads go first: a kernel's threads wait
-    for the last of them. Only Linux has a priority for each thread.
-    """
-    mine = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, mine, max(_BEHIND, os.getpriority(os.PRIO_PROCESS, mine)))

@@ -1,6 +1,6 @@
 """The planner's process: started by path, so that nothing of memmgr that imports torch is run.
 
-It reads questions (a function of `planning`, its arguments and its priority) from a socket, which is its standard input, and
+It reads questions (a function of `planning` and its arguments) from a socket, which is its standard input, and
 answers each. It ends when the socket does or its parent has, also in the middle of a computation, and deaf to Ctrl-C, which is
 the training's.
 """
@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -35,7 +34,6 @@ class Start(NamedTuple):
     path: list[str]  # sys.path, of which numpy is found
     package: str  # the folder of memmgr
     policies: str  # the folder of memmgr.policies, which lies elsewhere in a checkout
-    nice: int  # of computations behind the training
 
 
 @dataclass(frozen=True)
@@ -128,20 +126,6 @@ def _lay_out(start: Start) -> None:
     package.policies = policies  # type: ignore[attr-defined]
 
 
-def _behind(nice: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """The value of the function, computed at a lower priority: by a thread of its own, since a priority is a thread's on
-    Linux and cannot be raised again.
-    """
-
-    def compute() -> Any:
-        mine = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, mine, max(nice, os.getpriority(os.PRIO_PROCESS, mine)))
-        return function(*arguments)
-
-    with futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(compute).result()
-
-
 def main(parent: int) -> NoReturn:
     """Answers until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -168,8 +152,8 @@ def main(parent: int) -> NoReturn:
         begun = time.process_time()
         value, why = None, None
         try:
-            function, arguments, behind = pickle.loads(questions.get())
-            value = _behind(start.nice, function, arguments) if behind else function(*arguments)
+            function, arguments = pickle.loads(questions.get())
+            value = function(*arguments)
         except Exception as error:
             why = planning.told(error)
         # A tuple: its class has another name here, where this file is the program.

@@ -1,8 +1,8 @@
 """The executor of background computations: a process, one for the life of this one, or a thread if none can be started.
 
 A thread that computes in Python takes the interpreter's lock from every op of the training, up to the switch interval (5 ms)
-each time; a process takes an idle core. Where all cores are busy a short computation takes its share of one, and a long one,
-behind the training, a tenth.
+each time; a process takes an idle core. Where all cores are busy it takes its share of one, at the training's priority: a search
+of 1.7 s of a processor costs a training on two cores 1.1 to 1.9 s then. At nice 10 it costs 2.5 s of the next 17 s.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 import memmgr.policies
-from memmgr.common import threads
-from memmgr.common.threads import Computation, Stopped, let_others_first
+from memmgr.common.threads import Computation, Stopped
 
 from . import planner_child
 from .planner_child import Reply, Start, framed, unframed
@@ -64,11 +63,8 @@ class Executor(Protocol):
         """There will be something to compute soon."""
         ...
 
-    def run(self, function: Callable[..., T], *arguments: Any, behind: bool = False) -> tuple[T, float]:
+    def run(self, function: Callable[..., T], *arguments: Any) -> tuple[T, float]:
         """The function's value, and the seconds of a processor that it took.
-
-        Args:
-            behind: at a lower priority than the training, because it may take long.
 
         Raises:
             Failed: by the function, or the process has ended.
@@ -97,9 +93,8 @@ class InThread:
     def prepare(self) -> None:
         """Nothing is to be done."""
 
-    def run(self, function: Callable[..., T], *arguments: Any, behind: bool = False) -> tuple[T, float]:
-        """As `Executor` has it; always behind."""
-        let_others_first()
+    def run(self, function: Callable[..., T], *arguments: Any) -> tuple[T, float]:
+        """As `Executor` has it."""
         begun = time.thread_time()
         try:
             value = self._computation.run(lambda: function(*arguments))
@@ -146,7 +141,7 @@ class _Child:
             kept.pop_all()
         self.ready = False
         self.killed = False  # by us: that is no crash
-        start = Start(_path(), str(Path(__file__).parent.parent), memmgr.policies.__path__[0], threads._BEHIND)
+        start = Start(_path(), str(Path(__file__).parent.parent), memmgr.policies.__path__[0])
         self._socket.settimeout(START_SECONDS)
         with contextlib.suppress(OSError):  # the caller finds out that it has ended
             self.send(pickle.dumps(tuple(start)))
@@ -276,15 +271,13 @@ class PlannerProcess:
             self._begin(asker)
             self._done()
 
-    def run(
-        self, asker: InProcess, function: Callable[..., T], arguments: tuple[Any, ...], behind: bool
-    ) -> tuple[T, float]:
+    def run(self, asker: InProcess, function: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, float]:
         """As `Executor` has it.
 
         Raises:
             Unavailable: there is no process, and none can be started.
         """
-        question = pickle.dumps((function, arguments, behind), pickle.HIGHEST_PROTOCOL)
+        question = pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL)
         with self._turn:
             child = self._begin(asker)
             try:
@@ -386,12 +379,12 @@ class InProcess:
         """As `Executor` has it."""
         PLANNER.prepare(self)
 
-    def run(self, function: Callable[..., T], *arguments: Any, behind: bool = False) -> tuple[T, float]:
+    def run(self, function: Callable[..., T], *arguments: Any) -> tuple[T, float]:
         """As `Executor` has it."""
         try:
-            return PLANNER.run(self, function, arguments, behind)
+            return PLANNER.run(self, function, arguments)
         except Unavailable:
-            return self._here.run(function, *arguments, behind=behind)
+            return self._here.run(function, *arguments)
 
     def end(self, thread: threading.Thread | None) -> None:
         """As `Executor` has it."""

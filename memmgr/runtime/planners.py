@@ -19,9 +19,6 @@ from memmgr.policies.trace.schedule import Do, Step
 EFFORT = 600_000
 """Steps of the planner's search for a period at most: about a second."""
 
-QUICK_EFFORT = EFFORT // 20
-"""Effort of a first plan, which the full search may replace. Other work than the search takes most of its time."""
-
 PERIODS = 1_000
 """A step of training comes so often at least: more search than they get back is not done."""
 
@@ -59,19 +56,13 @@ Planner = Callable[[Trace, int, TierLink | None, bool], Scheduled | None]
 """(period, budget in bytes, tier, may ops run again) -> a schedule; None: none fits."""
 
 
-def _ours(
-    trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int = EFFORT
-) -> Scheduled | None:
+def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
     made = plan(
-        trace, budget_bytes, link=link, recompute=recompute, effort=effort, solve=False, periods=PERIODS, lets_go=True
+        trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False, periods=PERIODS, lets_go=True
     )
     if not made.feasible:
         return None
     return Scheduled(made.steps, made.overhead, made.lower_bound, made.away, made.moved_bytes)
-
-
-def _quick(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
-    return _ours(trace, budget_bytes, link, recompute, QUICK_EFFORT)
 
 
 def _published(system: Callable[[Trace, int, TierLink | None], Run]) -> Planner:
@@ -98,6 +89,3 @@ PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
 """The published ones run with the feedback and the fallback of their papers, both in the simulator. Live, the whole
 resulting schedule is followed.
 """
-
-QUICK: MappingProxyType[str, Planner] = MappingProxyType({"plan": _quick})
-"""The same with a shorter search, of those that search."""

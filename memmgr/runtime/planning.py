@@ -15,7 +15,7 @@ from memmgr.policies.trace import TraceError
 from memmgr.policies.trace.frames import in_frames
 from memmgr.policies.trace.smooth import smoothed
 
-from .planners import PLANNERS, QUICK
+from .planners import PLANNERS
 from .timeline import Noted, PackedRows, rows
 
 
@@ -28,14 +28,12 @@ class PlanJob:
         budgets: in bytes, the best first; the plan is for the first of them that a schedule fits.
         planner: a name in `PLANNERS`.
         recompute: whether ops may run again.
-        quick: a shorter search, of the planners that have one (`QUICK`).
     """
 
     period: Noted
     budgets: tuple[int, ...]
     planner: str
     recompute: bool
-    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def make(job: PlanJob) -> Made | None:
     of = job.period.measured()
     trace, grown = in_frames(smoothed(of.trace), job.period.columns["frame_bytes"])
     link = trace.links[0] if trace.links else None
-    planner = (QUICK if job.quick else PLANNERS)[job.planner]
+    planner = PLANNERS[job.planner]
     for limit_bytes in job.budgets:
         found = planner(trace, limit_bytes, link, job.recompute)
         if found is not None:

@@ -26,7 +26,7 @@ from memmgr.policies.trace import TierLink
 from . import planner_process
 from .left import UNNAMED, LeftPlans, ModuleNames
 from .planner_process import Executor, Failed
-from .planners import PLANNERS, QUICK
+from .planners import PLANNERS
 from .planning import KneeJob, Made, PlanJob, find_knee, make
 from .timeline import Measured, Noted, measured, seconds_of
 
@@ -47,9 +47,7 @@ MOST_TRIES = 4  # plans that run short; each leaves more room where the period h
 SHORT_IN_A_ROW = 2  # periods
 # share of the budget that a plan leaves free, for bytes that no trace shows (alignment, workspaces of kernels)
 MARGIN = 0.01
-PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # assumed cost of a plan before it is made
-QUICK_OPS = 500  # a longer period's first plan is one of a short search, which the full one replaces
-BETTER = 1.02  # by so much, as predicted
+PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 2e-3  # assumed cost of a plan before it is made
 WORSE = 1.25  # a plan that leaves memory for places may take so much longer than one that does not
 FREE_PLANS = 8  # plans that are made without a check of their cost
 PLANNING_SHARE = 0.25  # share of one processor, over the run's time, that later plans may take
@@ -75,9 +73,6 @@ class _Known:
     period: Noted
     trials: int  # kinds that were being tried when it was measured: later more of it may run again
     repeats: bool  # whether the period before it was the same
-    again: bool  # it was met more than once
-    searched: bool = False  # by the full search, as it is now
-    cycle: bool = False  # its plan is one of a cycle
     tries: int = 0
     margin: int = 0  # tries for no reason that was seen
     lacked_bytes: int = 0  # missing for the places of blocks, which fill their last page in part
@@ -182,7 +177,7 @@ class Plans:
         a time. Its tensors may have grown (a cache), so it is measured anew each time.
         """
         if self._may_plan() and self._offload:  # without gradient nothing is recorded that could run again
-            self._begin(ended, lambda: self._known_anew(ended, repeats=True, again=True))
+            self._begin(ended, lambda: self._known_anew(ended, repeats=True))
 
     def _begin(self, ended: PeriodInfo, to_plan: Callable[[], _Known | None]) -> None:
         try:
@@ -201,8 +196,8 @@ class Plans:
             self._thread = thread
             thread.start()
 
-    def _known_anew(self, ended: PeriodInfo, *, repeats: bool, again: bool) -> _Known:
-        known = self._known[ended["hash"]] = _Known(self.noted(repeats=repeats), ended["trials"], repeats, again)
+    def _known_anew(self, ended: PeriodInfo, *, repeats: bool) -> _Known:
+        known = self._known[ended["hash"]] = _Known(self.noted(repeats=repeats), ended["trials"], repeats)
         self._known.move_to_end(ended["hash"])
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
@@ -226,15 +221,13 @@ class Plans:
             # wait for its plan. A period that comes again at once gets a better plan, as a cycle. Short periods wait for it.
             if not before and (first or (self._offload and self._shorter_than_a_plan())):
                 return None
-            return self._known_anew(ended, repeats=repeats, again=before)
+            return self._known_anew(ended, repeats=repeats)
         self._known.move_to_end(key)
-        known.again = True
         if not self._may_plan():
             return None
         fresh = trials < known.trials or repeats > known.repeats
-        if fresh or not (known.searched or known.error) or (known.made is None and self._is_tried_again(known)):
+        if fresh or (known.made is None and self._is_tried_again(known)):
             known.period, known.trials, known.repeats = self.noted(repeats=repeats), trials, repeats
-            known.searched = False
             # an earlier failure, or a plan that ran short, was of another plan
             known.tries = known.margin = known.short = known.lacked_bytes = 0
         elif ended["followed"] and self._runs_short(known, ended["ran_short"]):
@@ -275,14 +268,9 @@ class Plans:
         """Tells if the plan leaves memory for places, and is slower by too much for that."""
         return known.lacked_bytes > 0 and made.overhead > WORSE * known.first_overhead
 
-    @property
-    def searching(self) -> bool:
-        """A plan is being made."""
-        return self._thread is not None and self._thread.is_alive()
-
     def _may_plan(self) -> bool:
         """Nothing is being planned, and planning has not taken too much of the run."""
-        if self.searching or not self._executor.works:
+        if (self._thread is not None and self._thread.is_alive()) or not self._executor.works:
             return False
         spent = PLANNING_SHARE * (time.perf_counter() - self._opened)
         return self.made < FREE_PLANS or self._cpu_seconds < spent
@@ -332,47 +320,28 @@ class Plans:
         return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules)
 
     def _make(self, known: _Known) -> None:
+        """Makes a plan, which is followed from then on."""
         known.error = ""
-        quick: Made | None = None
-        other = known.made is None or known.repeats > known.cycle
-        if other and self._planner in QUICK and known.period.ops >= QUICK_OPS:
-            quick = self._made(known, quick=True)
-            if known.error:
-                return
-            if quick is not None and not known.again:
-                return  # a long search is for a period that comes again
-        known.searched = True
-        if quick is None or quick.overhead > BETTER * (
-            quick.lower_bound or 0.0
-        ):  # else no search makes it better by more
-            self._made(known, than=quick)
-
-    def _made(self, known: _Known, *, quick: bool = False, than: Made | None = None) -> Made | None:
-        """A plan that is followed from now on; None: there is none, or it is hardly better `than` the one that is followed."""
         begun = time.perf_counter()
         made: Made | None = None
         try:
             limits = tuple(budgets(self.limit_bytes - known.lacked_bytes, known.margin))
-            job = PlanJob(known.period, limits, self._planner, self._policy.recomputes, quick)
-            long = not quick and known.period.ops >= QUICK_OPS
-            made, cpu_seconds = self._executor.run(make, job, behind=long)
-            if made is not None and than is not None and than.overhead <= BETTER * made.overhead:
-                made = None
-            elif made is not None and self._gives_too_much(known, made):
+            job = PlanJob(known.period, limits, self._planner, self._policy.recomputes)
+            made, cpu_seconds = self._executor.run(make, job)
+            if made is not None and self._gives_too_much(known, made):
                 made, known.tries = None, MOST_TRIES
             elif made is not None:
-                known.made, known.cycle = made, known.repeats
+                known.made = made
                 if not known.lacked_bytes:
                     known.first_overhead = made.overhead
                 self._pager.add_plan(hashes=known.period.hashes, **made.rows)
                 self.made += 1
-            elif than is None and not quick:  # one that runs short is better than none
-                if known.lacked_bytes and known.made is not None:
-                    known.tries = MOST_TRIES
-                else:
-                    known.error = "no schedule fits"
+            elif known.lacked_bytes and known.made is not None:  # one that runs short is better than none
+                known.tries = MOST_TRIES
+            else:
+                known.error = "no schedule fits"
         except Stopped:
-            return None
+            return
         except Failed as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so
             known.error, cpu_seconds = str(error), error.cpu_seconds
         except Exception as error:
@@ -394,7 +363,6 @@ class Plans:
                 overhead=round(made.overhead, 4),
                 **({} if bound is None else {"lower_bound": round(bound, 4)}),
             )
-        return made
 
     def knee(self, executor: Executor, of: Noted, need_bytes: int, floor_bytes: int) -> Knee:
         """The budget below which runs get slow, predicted by the planner, or without one by the policy in the
@@ -413,7 +381,7 @@ class Plans:
         """
         recompute = self._policy.recomputes
         job = KneeJob(of, need_bytes, floor_bytes, MARGIN, self._planner, self._policy.name, recompute, self._offload)
-        return executor.run(find_knee, job, behind=True)[0]
+        return executor.run(find_knee, job)[0]
 
     def latest(self) -> Made | None:
         """The plan that was made last."""

@@ -116,11 +116,8 @@ def _plan(
 _STEPS = (1 / 4, 1 / 8, 1 / 16)
 """How far apart the levels are that are tried in turn (`_levels`)."""
 
-_STEPS_QUICKLY = _STEPS[:2]
-"""The same for a long pass, and for a plan of few steps of search, ..."""
-
-_QUICK = 50_000
-"""... up to so many."""
+_STEPS_OF_MANY = _STEPS[:2]
+"""The same for a pass of `MANY` ops."""
 
 _CLOSE = 1.02
 """So near to the bound nothing is tried any more."""
@@ -185,7 +182,7 @@ def _levels(
         return known[level]
 
     best = 0.5
-    for step in _STEPS_QUICKLY if effort <= _QUICK or len(trace.ops) >= MANY else _STEPS:
+    for step in _STEPS_OF_MANY if len(trace.ops) >= MANY else _STEPS:
         best = min((best, best + step, best - step), key=tried)
 
 

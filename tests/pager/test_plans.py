@@ -18,7 +18,6 @@ from torch import nn
 
 import memmgr
 from memmgr.api import budget as budgets
-from memmgr.common import threads
 from memmgr.common.constants import Row
 from memmgr.native import binding
 from memmgr.policies.rules.registry import STREAMING
@@ -397,24 +396,9 @@ def test_what_comes_between_two_ops_was_not_there_from_the_beginning(policy: str
     assert last["resident_bytes.peak"] <= limit
 
 
-def test_who_plans_goes_behind_who_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    nice: list[int] = []
-
-    def makes(*_: Any) -> None:
-        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    monkeypatch.setattr(threads, "_BEHIND", 10)
-    monkeypatch.setattr(planning, "PLANNERS", {"plan": makes})
-    monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
-    _, figures, _ = under(States, 0.5)
-    assert figures[-1]["plans"] == 0
-    assert set(nice) == {max(10, os.getpriority(os.PRIO_PROCESS, 0))}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == os.getpriority(os.PRIO_PROCESS, 0)
-
-
 @pytest.mark.timeout(120)  # without the rule it waits for good
 def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
-    """A plan takes seconds, and behind busy processes far longer."""
+    """A plan takes seconds, and beside busy processes far longer."""
     begun, ended = threading.Event(), threading.Event()
 
     def makes(*_: Any) -> None:

@@ -17,7 +17,6 @@ import forkserver
 import psutil
 import pytest
 
-from memmgr.common import threads
 from memmgr.common.threads import Stopped
 from memmgr.native import binding
 from memmgr.runtime import planner_process, planning
@@ -82,7 +81,6 @@ def is_gone(pid: int, seconds: float = 10.0) -> bool:
 def test_it_has_no_torch_and_nothing_else_of_the_training(
     monkeypatch: pytest.MonkeyPatch, process: PlannerProcess
 ) -> None:
-    monkeypatch.setattr(threads, "_BEHIND", 10)
     monkeypatch.setenv("MEMMGR_BUDGET", "1GB")
     held, other = os.pipe()
     os.set_inheritable(held, True)
@@ -91,8 +89,7 @@ def test_it_has_no_torch_and_nothing_else_of_the_training(
     assert "memmgr.policies.plan.planner" in loaded and "numpy" in loaded
     assert not [name for name in loaded if name.split(".")[0] in ("torch", "psutil", "scipy")]
     mine = os.getpriority(os.PRIO_PROCESS, 0)
-    assert asks.run(os.getpriority, os.PRIO_PROCESS, 0, behind=True)[0] == max(10, mine)
-    assert asks.run(os.getpriority, os.PRIO_PROCESS, 0)[0] == mine  # a first plan does not wait for an idle core
+    assert asks.run(os.getpriority, os.PRIO_PROCESS, 0)[0] == mine  # a plan does not wait for an idle core
     assert asks.run(os.getenv, "MEMMGR_BUDGET")[0] is None and asks.run(os.getenv, "OMP_NUM_THREADS")[0] == "1"
     file = os.readlink(f"/proc/self/fd/{held}")
     theirs = [f"/proc/{process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{process.pid}/fd")]

@@ -256,67 +256,6 @@ def test_what_can_leave_as_bits_is_counted_without_a_trace(bits: int, flags: int
     assert period.two_valued == period.measured().two_valued
 
 
-def test_a_long_search_is_for_a_period_that_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch)
-    run.pager.noted = columns([0, 0, 0], seconds=60.0)
-    monkeypatch.setattr(plans, "QUICK_OPS", 3)
-    asked: list[str] = []
-    for name in ("QUICK", "PLANNERS"):
-        planner = lambda *_, name=name: asked.append(name) or Scheduled((), 1.3, 1.0)  # noqa: E731
-        monkeypatch.setattr(planning, name, {"plan": planner})
-    for key in (1, 2):
-        run.ends(key)
-    assert asked == ["QUICK"]
-    for _ in range(3):
-        run.ends(2, followed=True)
-    assert asked == ["QUICK", "QUICK", "PLANNERS"], "the quick one first, as a cycle"
-
-
-@pytest.mark.parametrize(
-    ("quick", "full", "made"),
-    [
-        (1.30, 1.20, [True, False]),
-        (1.21, 1.20, [True]),  # hardly better: the quick one stays
-        (None, 1.20, [False]),
-        (1.30, None, [True]),
-        (1.01, 0.0, [True]),  # as good as any
-    ],
-)
-def test_a_long_periods_first_plan_is_a_quick_one(
-    monkeypatch: pytest.MonkeyPatch, quick: float | None, full: float | None, made: list[bool]
-) -> None:
-    run = Run(monkeypatch)
-    monkeypatch.setattr(plans, "QUICK_OPS", 3)
-    asked: list[bool] = []
-
-    def planner(is_quick: bool) -> Any:
-        overhead = quick if is_quick else full
-
-        def makes(*_: Any) -> Scheduled | None:
-            asked.append(is_quick)
-            return None if overhead is None else Scheduled((), overhead, 1.0)
-
-        return makes
-
-    for name, is_quick in (("QUICK", True), ("PLANNERS", False)):
-        monkeypatch.setattr(planning, name, {"plan": planner(is_quick)})
-    added: list[Any] = []
-    events: list[str] = []
-    run.pager.add_plan = lambda **rows: added.append(rows)
-    run.plans._happened = lambda what, **_: events.append(what)
-    for key in (1, 2, 2):
-        run.ends(key)
-    assert len(added) == len(made) == run.plans.made
-    assert events == ["plan"] * len(made), "that nothing is better is no error"
-    assert asked[0] is True and (False in asked) is (quick != 1.01)
-    latest = run.plans.latest()
-    assert latest is not None and latest.overhead == (quick if made[-1] else full)
-    before = len(asked)
-    for _ in range(4):
-        run.ends(2, followed=True, short=True)
-    assert asked[before:] and not any(asked[before:]), "one that ran short is replaced by a full one"
-
-
 def test_the_knee_counts_whole_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: set[int] = set()
 

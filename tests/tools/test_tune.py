@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forkserver
@@ -22,7 +23,7 @@ from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools.common.fake_step import record
 from memmgr.tools.common.rates import DEVICES, Rates
 from memmgr.tools.common.usage_error import UsageError
-from memmgr.tools.tune import batch_search, search
+from memmgr.tools.tune import batch_search, child, search
 from memmgr.tools.tune.batch_size import BatchSetter, assigned, option_of, with_option
 from memmgr.tools.tune.child import Clock
 from memmgr.tools.tune.job import Batch, Job, Result
@@ -130,23 +131,47 @@ def _result(seconds: list[float], planned: int = 0, **more: Any) -> Result:
     return Result(ends, planned=[max(0, k - planned) if planned else 0 for k in range(len(ends))], **more)
 
 
-def test_passes_count_once_no_plan_is_searched_for() -> None:
+def test_passes_count_once_the_last_plan_is_followed() -> None:
     plain = _result([5, 1, 1, 1, 1, 1, 1, 1])
-    managed = _result([50, 9, 9, 4, 4, 2, 2, 2], planned=3, searching=[True] * 5 + [False] * 4)
-    assert managed.steady_from == 5
+    managed = _result([50, 9, 9, 4, 4, 2, 2, 2], planned=3, plans=[0, 1, 1, 1, 2, 2, 2, 2, 2])
+    assert managed.last_plan == 5 and managed.steady_from == 5
     found = compare([plain, _result([5, 1, 1])], managed)
     assert found.slowdown == 2 and found.passes == 3, "a shorter run without memmgr does not count"
-    managed.searching = [True] * 9
+    managed.plans = [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert managed.steady_from is None and compare([plain], managed).passes == 4, "the second half"
 
 
-@pytest.mark.parametrize(("searches", "passes"), [(0, 8), (5, 9), (6, 10), (99, 32)])
-def test_a_run_goes_on_until_the_search_for_a_plan_is_over(searches: int, passes: int) -> None:
+@pytest.mark.parametrize(("last_plan", "passes"), [(0, 8), (4, 8), (5, 9), (6, 10), (99, 32)])
+def test_a_run_goes_on_where_a_plan_was_made_near_its_end(last_plan: int, passes: int) -> None:
     clock = Clock(Job("train.py", [], passes=8), result := Result(), Path("unused"))
     while not result.ends or not clock._is_enough():
         result.ends.append(float(len(result.ends)))
-        result.searching.append(len(result.ends) <= searches)
+        result.plans.append(min(len(result.ends), last_plan))
     assert len(result.ends) == passes
+
+
+def test_the_clock_stands_still_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(child.time, "monotonic", lambda: now[0])
+    clock = Clock(Job("train.py", [], passes=8), result := Result(), Path("unused"))
+
+    class FakePlans:
+        made = 0
+
+        def wait(self) -> None:
+            now[0] += 7.0
+            self.made += 1
+
+    runtime = SimpleNamespace(native=SimpleNamespace(stats=lambda: {"planned_periods": 0}), plans=FakePlans())
+    monkeypatch.setattr(child, "_runtime", lambda: runtime)
+    monkeypatch.setattr(clock, "_is_enough", lambda: False)
+
+    def backward() -> None:
+        now[0] += 1.0
+
+    for _ in range(3):
+        clock._timed(backward)()
+    assert result.seconds == [1.0, 1.0] and result.plans == [1, 2, 3]
 
 
 def test_the_same_passes_are_compared_once_a_plan_is_followed() -> None:

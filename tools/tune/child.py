@@ -30,13 +30,14 @@ it, so the tensors that live from pass to pass are known.
 
 
 STEADY = 0.5
-"""The share of the passes that are asked for that have to come after the last search for a plan, which takes time from them."""
+"""The share of the passes that are asked for that have to come after the last plan was made."""
 MOST_PASSES = 4
-"""Times the passes that are asked for, where a plan is searched for that long."""
+"""Times the passes that are asked for, where plans are made for that long."""
 
 
 class Clock:
-    """Counts passes, and ends the process after the last one that is asked for.
+    """Counts passes, and ends the process after the last one that is asked for. Passes wait while a plan is made, and the
+    clock stands still then: no pass is measured beside a search.
 
     Args:
         job: the order.
@@ -50,6 +51,7 @@ class Clock:
         self._path = path
         self._patches = Patches()
         self._pid = os.getpid()
+        self._waited_seconds = 0.0
 
     def install(self) -> None:
         """Patches the function that runs a backward, once torch is there."""
@@ -70,7 +72,7 @@ class Clock:
             result = original(*args, **kwargs)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # a pass ends when its last kernel does
-            self.result.ends.append(time.monotonic())
+            self.result.ends.append(time.monotonic() - self._waited_seconds)
             self.result.processor.append(time.process_time())
             self._look()
             if self._job.trace is None and self._is_enough():
@@ -82,12 +84,18 @@ class Clock:
     def _look(self) -> None:
         runtime = _runtime()
         self.result.planned.append(int(runtime.native.stats()["planned_periods"]) if runtime is not None else 0)
-        self.result.searching.append(runtime is not None and runtime.plans.searching)
+        self.result.plans.append(self._planned_by_now(runtime) if runtime is not None else 0)
+
+    def _planned_by_now(self, runtime: Any) -> int:
+        began = time.monotonic()
+        runtime.plans.wait()
+        self._waited_seconds += time.monotonic() - began
+        return int(runtime.plans.made)
 
     def _is_enough(self) -> bool:
         asked, there = self._job.passes, len(self.result.ends)
-        quiet = next((k for k, searching in enumerate(reversed(self.result.searching)) if searching), there)
-        return there >= asked and (quiet >= STEADY * asked or there >= MOST_PASSES * asked)
+        steady = there - self.result.last_plan
+        return there >= asked and (steady >= STEADY * asked or there >= MOST_PASSES * asked)
 
     def finish(self) -> None:
         """Writes the result and ends the process."""

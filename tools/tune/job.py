@@ -34,7 +34,7 @@ class Job:
     Attributes:
         script: the file, or the module where `module` is set.
         arguments: of the script.
-        passes: the process ends after so many; under a budget later, where a plan is still searched for (`STEADY`).
+        passes: the process ends after so many; under a budget later, where a plan was made near their end (`STEADY`).
         budget: as of `memmgr run`; None: memmgr is not there at all.
         trace: the file for a recorded pass, after which the process ends; None: no pass is recorded.
         options: `policy`, `disk` and `device` of `memmgr run`.
@@ -67,10 +67,10 @@ class Result:
     """The outcome of one run.
 
     Attributes:
-        ends: seconds of the monotonic clock at which each pass ended.
+        ends: seconds at which each pass ended, of a clock that stands still while a plan is made.
         processor: for each of them, seconds of processor time of the process so far, all threads together.
         planned: for each of them, the passes by plan so far.
-        searching: for each of them, whether a plan was being made.
+        plans: for each of them, the plans that were made until the next one began.
         link: the tier below as it was measured beside the passes, the fields of a `TierLink`; None: there is none.
         own_seconds: of a pass, for the pager's own work; 0 on an accelerator, where it runs beside the device.
         peak_bytes: the most that the passes would have held without a budget; 0: not known.
@@ -84,7 +84,7 @@ class Result:
     ends: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     planned: list[int] = field(default_factory=list)
-    searching: list[bool] = field(default_factory=list)
+    plans: list[int] = field(default_factory=list)
     link: dict[str, Any] | None = None
     own_seconds: float = 0.0
     peak_bytes: int = 0
@@ -95,11 +95,17 @@ class Result:
     applied: list[str] = field(default_factory=list)
 
     @property
+    def last_plan(self) -> int:
+        """Passes until the last plan was made; 0: there is none."""
+        return self.plans.index(self.plans[-1]) + 1 if self.plans and self.plans[-1] else 0
+
+    @property
     def steady_from(self) -> int | None:
-        """The first pass after which no plan was being made, and one was followed; None: there is none."""
-        first = next((k + 1 for k in reversed(range(len(self.searching))) if self.searching[k]), 0)
-        followed = next((k for k, count in enumerate(self.planned) if count), len(self.ends))
-        found = max(first, followed)
+        """The number in `seconds` of the first pass that follows the last plan, but for that plan's first one, which begins
+        with the residency that another order has left; None: there is none.
+        """
+        before = self.planned[self.last_plan - 1] if self.last_plan else 0
+        found = next((k for k, count in enumerate(self.planned) if count > before), len(self.ends))
         return found if found < len(self.ends) else None
 
     @property
