@@ -101,8 +101,7 @@ class Stretch(enum.IntEnum):
     SAVED = 2
     HELD = 3
     LEAVING = 4
-    ARRIVING = 5
-    HOLE = 6
+    HOLE = 5
 
 
 TOUCH_WRITES = 1

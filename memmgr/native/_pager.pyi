@@ -202,7 +202,6 @@ class WatchedCell(TypedDict):
     module: int
     storage: int
     line: int
-    arriving: bool
 
 class ModuleShare(TypedDict):
     """Bytes of cells: resident, of these not evictable, and absent."""

@@ -13,7 +13,7 @@ from typing import Any
 from memmgr.telemetry import stream
 
 BUDGET = 8_000_000
-STATES = ["free", "other", "saved", "held", "leaving", "arriving", "hole"]
+STATES = ["free", "other", "saved", "held", "leaving", "hole"]
 
 
 def stats(**changed: float) -> dict[str, Any]:
@@ -95,7 +95,6 @@ def cell(size: int, **changed: Any) -> dict[str, Any]:
         "recomputable": True,
         "op": "aten.gelu.default",
         "module": "Net.first.1",
-        "arriving": False,
     }
     return {**found, **changed}
 
@@ -117,7 +116,7 @@ def cells() -> dict[str, Any]:
                 line="train.py:41",
             ),
             cell(700_000, copy=True, op="aten.native_dropout.default", module="Net." + "deep." * 12 + "end"),
-            cell(600_000, state="evicted", arriving=True, age_seconds=70.0),
+            cell(600_000, state="evicted", age_seconds=70.0),
         ],
         "modules": [
             {"module": "Net.first.1", "present_bytes": 2_000_000, "held_bytes": 0, "gone_bytes": 1_000_000},
@@ -153,9 +152,9 @@ def event_lines() -> list[dict[str, Any]]:
 
 def lines(samples: int = 60, pid: int = 4242) -> list[dict[str, Any]]:
     """All of it, without an end."""
-    columns = [[0, 0, 0, 0, 0, 0, 0] for _ in range(160)]
+    columns = [[0, 0, 0, 0, 0, 0] for _ in range(160)]
     for i, column in enumerate(columns):
-        column[STATES.index(("other", "saved", "free", "held", "leaving", "arriving", "hole")[i // 8 % 7])] = 50_000
+        column[STATES.index(("other", "saved", "free", "held", "leaving", "hole")[i // 8 % 6])] = 50_000
     passes = {"type": "passes", "count": 20, "resident_peak_bytes": BUDGET, "unmanaged_peak_bytes": 12_000_000}
     return [
         hello(pid),

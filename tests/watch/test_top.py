@@ -173,7 +173,7 @@ def test_the_screen_at_80_by_24() -> None:
             )
             assert shown[10].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[12].startswith("· free")
             assert shown[13].startswith(" 1 modules  2 cells  3 states  4 held  5 events   9.5 s old")
-            assert shown[12].endswith("arriving  9.5 s old"), "the map is of then"
+            assert shown[12].endswith("leaving  9.5 s old"), "the map is of then"
             assert shown[14].split() == ["module", "present", "held", "gone", "recompute", "stall"]
             assert shown[15].split()[:3] == ["Net.first.1", "2", "MB"]
             assert all(key in shown[23] for key in ("q quit", "p pause", "s sort", "/ filter", "? help"))
@@ -195,7 +195,7 @@ def test_keys() -> None:
             assert "4242 (2 of 2)" in await after("right") and "ended" in _text(app).splitlines()[0]
             assert "77 (1 of 2)" in await after("left")
             shown = await after("s")
-            assert "by age" in shown and shown.splitlines()[15].split()[1:3] == ["kB", "arriving"]
+            assert "by age" in shown and shown.splitlines()[15].split()[1:3] == ["kB", "evicted"]
             shown = await after("2")
             assert shown.splitlines()[14].split() == ["size", "state", "what", "module", "age", "cost"]
             shown = await after("1")

@@ -43,7 +43,7 @@ at times = between the least and the most of a column, which is some samples;
 evicted = dropped, to be recomputed, offloaded = on the tier below: at most.
 
 [b]Address space[/b]: held = cannot leave, an op uses it or its address is out;
-leaving = chosen to leave, or copied already; arriving = being read back.
+leaving = chosen to leave, or copied already.
 
 What is older than 5 s says so: the process tells what it can afford to.
 Any key closes this."""

@@ -30,7 +30,6 @@ class Glyphs:
     saved: str
     held: str
     leaving: str
-    arriving: str
     evicted: str
     offloaded: str
     times: str
@@ -41,12 +40,12 @@ class Glyphs:
     rest: str
 
 
-UNICODE = Glyphs("▓", "█", "▚", "▄", "▲", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
-ASCII = Glyphs("=", "#", "H", "~", "^", ".", ":", "/", "+", "_", "-", "|", ">")
+UNICODE = Glyphs("▓", "█", "▚", "▄", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
+ASCII = Glyphs("=", "#", "H", "~", ".", ":", "/", "+", "_", "-", "|", ">")
 NAMES = {**LAYERS, "times": "at times"}
 """Names of layers in a legend; a layer without one has its own name."""
 MEMORY = ("other", "saved", "times", "evicted", "offloaded")
-SPACE = ("free", "other", "saved", "held", "leaving", "arriving")
+SPACE = ("free", "other", "saved", "held", "leaving")
 OLD_SECONDS = 5.0
 """Older figures are marked: they may be out of date."""
 
@@ -57,7 +56,6 @@ STYLES = {
     "saved": "green",
     "held": "magenta",
     "leaving": "yellow",
-    "arriving": "cyan",
     "evicted": "red",
     "offloaded": "dark_goldenrod",
     "times": "green",
@@ -259,7 +257,7 @@ def tier(watched: RunState) -> str:
 
 # -- the address space ----------------------------------------------------------------------------------------------
 
-_MAP_NAMES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")
+_MAP_NAMES = ("free", "other", "saved", "held", "leaving", "hole")
 
 
 def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
@@ -296,8 +294,6 @@ _ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def state_of(cell: dict[str, Any]) -> str:
     """A cell's state in one word."""
-    if cell["arriving"]:
-        return "arriving"
     if cell["state"] != "present":
         return str(cell["state"])
     return "held" if cell["held"] else "clean" if cell["copy"] else "present"

@@ -61,7 +61,6 @@ struct WatchedCell {
   uint32_t module;
   uint64_t storage;
   uint32_t line;
-  bool arriving = false;  // never: a cell is not known before its bytes are there; the stream's readers have the key
 };
 
 FIELDS(
@@ -69,7 +68,7 @@ FIELDS(
     "A cell, as the stream has it. `state`: present, evicted or offloaded. `copy`: in the tier. `held`: it cannot be "
     "evicted now. `handles`: references to its storage. `age_seconds`: since its last touch. `storage`: its address. "
     "`line`: the number of the source line that made it; 0: not recorded.",
-    bytes, state, copy, held, handles, op_seconds, age_seconds, recomputable, op, module, storage, line, arriving)
+    bytes, state, copy, held, handles, op_seconds, age_seconds, recomputable, op, module, storage, line)
 
 struct ModuleShare {
   uint64_t present = 0, held = 0, absent = 0;
