@@ -75,6 +75,7 @@
 #include "pools/scratch.cpp"
 #include "pools/small_blocks.cpp"
 #include "pools/stream_rules.cpp"
+#include "python/around.cpp"
 #include "python/bind.cpp"
 #include "python/bind_births.cpp"
 #include "python/bind_figures.cpp"

@@ -541,6 +541,12 @@ class Pager:
     def passes_ended(self) -> int:
         """Backwards of this process."""
 
+    def around(self, original: Callable[..., Any], enter: Callable[..., Any]) -> Callable[..., Any]:
+        """A callable in the place of `original`, without a frame of its own: it calls `enter` with its arguments first.
+
+        A callable result of `enter` is called with the result and the error at the end, any other is kept until then.
+        """
+
     def sleeps_in(self, function: Callable[..., Any], /) -> None:
         """A thread whose innermost frame runs this function sleeps until another thread, or a peer, wakes it."""
 

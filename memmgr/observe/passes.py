@@ -78,11 +78,10 @@ class Passes:
         patches.wrap(torch.enable_grad, "__exit__", self._grad_mode_as_it_was)
 
     def _backward(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
+        def enter(*_args: Any, **_kwargs: Any) -> Callable[[Any, BaseException | None], None] | None:
             here = self._here.__dict__
             if here.get("depth", 0) or torch._C._current_graph_task_id() != -1:
-                return original(*args, **kwargs)  # inside another one
+                return None  # inside another one
             here["depth"] = 1
             self.line = of_caller()
             with self._lock:
@@ -92,16 +91,14 @@ class Passes:
             self._native.turn_period()
             self.forward_floor_bytes = self._native.stats()["floor_bytes"]
             begun = time.perf_counter()
-            completed = False
-            try:
-                result = original(*args, **kwargs)
-                completed = True
-                return result
-            finally:
-                here["depth"] = 0
-                self._end(begun, completed)
 
-        return run_backward
+            def leave(_result: Any, error: BaseException | None) -> None:
+                here["depth"] = 0
+                self._end(begun, error is None)
+
+            return leave
+
+        return self._native.around(original, enter)
 
     def _end(self, turned: float, completed: bool) -> None:
         now = time.perf_counter()

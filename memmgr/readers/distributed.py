@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -63,22 +62,22 @@ class Reducers:
         self._patches.wrap(torch.distributed, "_verify_params_across_processes", self._in_cpp)
         self._patches.when_imported("torch.distributed.pipelining.stage", self._patch_stages)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around one backward."""
+    def begin_backward(self) -> Callable[[Any, BaseException | None], None] | None:
+        """A backward begins; the result is called at its end. None: no reducer takes part in it."""
         pins = [pin for pin in (self._pager.pin_reducer(reducer, False) for reducer in self._met) if pin is not None]
         if not pins:
-            yield
-            return
+            return None
         self._pager.reducers_listen(True)
         self._backwards += 1
-        try:
-            yield
-        finally:
+
+        def leave(_result: Any, _error: BaseException | None) -> None:
             self._backwards -= 1
             if not self._backwards:
                 self._results.clear()
             self._pager.reducers_listen(False)
+            pins.clear()
+
+        return leave
 
     def keep_result(self, result: Any) -> None:
         """A communication hook's: the reducer asks whether it aliases the bucket."""

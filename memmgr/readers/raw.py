@@ -27,7 +27,9 @@ from .names import addressed_of, only_compares, pointers
 from .patches import Patches
 
 if TYPE_CHECKING:
-    from memmgr.native._pager import Addressed, Pager
+    from memmgr.native._pager import Addressed, Pager, Pin
+
+    Leave = Callable[[Any, BaseException | None], None]
 
 # Methods of untyped storages that read or write bytes themselves; True: they write.
 STORAGE_METHODS = {
@@ -135,78 +137,55 @@ class RawReaders:
     def scoped(self, original: Callable[..., Any], *, writes: bool = False) -> Callable[..., Any]:
         """`original` with the bytes of all its tensors and storages in memory while it runs."""
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            pin = self._pager.pin(storages([*args, *kwargs.values()]), written=writes)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                del pin
+        def enter(*args: Any, **kwargs: Any) -> Pin:
+            return self._pager.pin(storages([*args, *kwargs.values()]), written=writes)
 
-        return call
+        return self._pager.around(original, enter)
 
     def _number(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """As `scoped`, for conversions to a number: they are frequent, and hardly any of their tensors is paged."""
-        pin_number = self._pager.pin_number
-
-        @functools.wraps(original)
-        def call(tensor: torch.Tensor) -> Any:
-            pin = pin_number(tensor)  # noqa: F841  ends with this call
-            return original(tensor)
-
-        return call
+        return self._pager.around(original, self._pager.pin_number)
 
     def _of_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The same for all parameters and buffers of a module."""
 
-        @functools.wraps(original)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            pin = self._pager.pin(storages([*module.parameters(), *module.buffers()]))
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                del pin
+        def enter(module: Any, *_args: Any, **_kwargs: Any) -> Pin:
+            return self._pager.pin(storages([*module.parameters(), *module.buffers()]))
 
-        return call
+        return self._pager.around(original, enter)
 
     def _profilers(self) -> None:
         """While one runs, absent tensors show no trap: its callbacks ask for addresses, and read nothing."""
         running = int(torch._C._autograd._profiler_enabled())
         self._pager.note_profiler(running > 0)
 
-        def counted(original: Callable[..., Any], step: int) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                nonlocal running
-                if step > 0:
-                    running += 1
-                    self._pager.note_profiler(True)
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    if step < 0:
-                        running = max(0, running - 1)
-                        self._pager.note_profiler(running > 0)
+        def begins(*_args: Any, **_kwargs: Any) -> None:
+            nonlocal running
+            running += 1
+            self._pager.note_profiler(True)
 
-            return call
+        def ended(_result: Any, _error: BaseException | None) -> None:
+            nonlocal running
+            running = max(0, running - 1)
+            self._pager.note_profiler(running > 0)
 
         for module, begin, end in PROFILERS:
-            self._patches.wrap(module, begin, functools.partial(counted, step=1))
-            self._patches.wrap(module, end, functools.partial(counted, step=-1))
+            self._patches.wrap(module, begin, lambda original: self._pager.around(original, begins))
+            self._patches.wrap(module, end, lambda original: self._pager.around(original, lambda *_, **__: ended))
 
     def _pointer_in_scope(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The same, for a function that asks for addresses inside: they are its own until it returns."""
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def enter(*_args: Any, **_kwargs: Any) -> Leave:
             outer = getattr(self._scope, "pins", None)
             self._scope.pins = []
-            try:
-                return original(*args, **kwargs)
-            finally:
+
+            def leave(_result: Any, _error: BaseException | None) -> None:
                 self._scope.pins = outer
 
-        return call
+            return leave
+
+        return self._pager.around(original, enter)
 
     def _safetensors(self, module: Any) -> None:
         self._patches.wrap(module, "_tobytes", self._pointer_in_scope)
@@ -245,33 +224,26 @@ class RawReaders:
         """A compiled graph that is not paged reads its inputs, its constants and its own buffers by address."""
         pager, paged = self._pager, self._graphs.paged
 
-        @functools.wraps(original)
-        def call(graph: Any, inputs: Any) -> Any:
+        def enter(graph: Any, inputs: Any) -> tuple[Pin, Pin] | None:
             if paged(graph):
-                return original(graph, inputs)
+                return None
             # Torch names the inputs that the graph writes.
             written = [inputs[i] for i in getattr(graph, "mutated_input_idxs", None) or () if i < len(inputs)]
             constants = getattr(graph, "constants", None) or {}
             writes = pager.pin(storages(written), written=True)
-            region = pager.pin(storages([*inputs, *constants.values()]), region=True)
-            try:
-                return original(graph, inputs)
-            finally:
-                del region, writes
+            return writes, pager.pin(storages([*inputs, *constants.values()]), region=True)
 
-        return call
+        return pager.around(original, enter)
 
     def _overwriting(self, original: Callable[..., Any], *, argument: int) -> Callable[..., Any]:
         """`original` overwrites the file that this argument names. Tensors that are mapped from it are read into memory first."""
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def enter(*args: Any, **kwargs: Any) -> None:
             name = args[argument] if len(args) > argument else kwargs.get("filename", kwargs.get("name"))
             if isinstance(name, str | os.PathLike):
                 self._pager.forsake_file(name)
-            return original(*args, **kwargs)
 
-        return call
+        return self._pager.around(original, enter)
 
     # -- escaped or named --
 
@@ -289,27 +261,26 @@ class RawReaders:
         return original(owner)
 
     def _escaping(self, why: Escape, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            for addressed in storages([owner]):
-                if self._pager.escape(addressed, why):
-                    self._note(sys._getframe(1))
-            return original(owner, *args, **kwargs)
+        def enter(owner: Any, *_args: Any, **_kwargs: Any) -> None:
+            self._escape(owner, why, sys._getframe(1))
 
-        return call
+        return self._pager.around(original, enter)
+
+    def _escape(self, owner: Any, why: Escape, caller: FrameType) -> None:
+        for addressed in storages([owner]):
+            if self._pager.escape(addressed, why):
+                self._note(caller)
 
     def _item(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        whole = self._escaping(Escape.SLICE, original)
         pin_item = self._pager.pin_item
 
-        @functools.wraps(original)
-        def item(storage: Any, index: Any) -> Any:
-            if isinstance(index, slice):
-                return whole(storage, index)
-            pin = pin_item(storage._cdata)  # noqa: F841  ends with this call
-            return original(storage, index)
+        def enter(storage: Any, index: Any) -> Pin | None:
+            if not isinstance(index, slice):
+                return pin_item(storage._cdata)
+            self._escape(storage, Escape.SLICE, sys._getframe(1))
+            return None
 
-        return item
+        return self._pager.around(original, enter)
 
     def _note(self, frame: FrameType | None) -> None:
         if frame is not None:

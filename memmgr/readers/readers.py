@@ -126,22 +126,17 @@ class Readers:
     def _quoting(self, original: Any) -> Any:
         """For functions that quote an error in one of their own, or allocate outside of ops: both end as a BudgetError."""
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except RuntimeError as error:
-                meant = None if isinstance(error, BudgetError) else self._meant_by(error)
-                if meant is None:
-                    raise
+        def leave(_result: Any, error: BaseException | None) -> None:
+            if not isinstance(error, RuntimeError) or isinstance(error, BudgetError):
+                return
+            meant = self._meant_by(error)
+            if meant is not None:
                 raise meant from error
 
-        return call
+        return self._pager.around(original, lambda *_, **__: leave)
 
     def _backward(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            with self._reducers.backward():
-                return original(*args, **kwargs)
+        def enter(*_args: Any, **_kwargs: Any) -> Callable[[Any, BaseException | None], None] | None:
+            return self._reducers.begin_backward()
 
-        return run_backward
+        return self._pager.around(original, enter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import sys
 import time
@@ -288,6 +289,42 @@ def test_opening_says_the_same_in_the_same_words() -> None:
         )
         assert re.match(r"Held now: .*\. Floor so far: [\d.]+ MB\.$", held)
         assert re.match(words, last)
+
+
+def _twice() -> None:
+    y = nn.Linear(4, 4)(torch.ones(4)).square().sum()
+    y.backward()
+    y.backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (_twice, "backward through the graph a second time"),
+        (lambda: torch.autograd.grad(torch.ones(1), torch.ones(1)), "does not require grad"),
+        (lambda: int(torch.ones(2)), "converted to"),
+        (lambda: bool(torch.ones(2)), "ambiguous"),
+        (lambda: nn.Linear(4, 4).load_state_dict({"more": 1}), "Unexpected key"),
+        (lambda: torch.ones(4).apply_(lambda x: 1 // 0), "by zero"),
+    ],
+)
+def test_an_error_of_the_program_has_no_frame_of_memmgr(call: Callable[[], object], words: str) -> None:
+    with memmgr.budget(bytes_already_there() + 20 * MB, quiet=True), pytest.raises(Exception, match=words) as caught:
+        call()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    ours = os.path.dirname(memmgr.__file__)
+    assert len(frames) > 1 and not [frame for frame in frames if frame.filename.startswith(ours)]
+
+
+def test_a_warning_of_torch_names_the_line_of_the_program() -> None:
+    """A tensor that requires grad is converted to a number."""
+    program = (
+        "import torch, memmgr\n"
+        f"with memmgr.budget({20 * MB}, quiet=True):\n"
+        "    float(torch.ones(1, requires_grad=True) * 2)\n"
+    )
+    said = forkserver.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
+    assert "<string>:3: UserWarning: Converting a tensor with requires_grad=True" in said
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

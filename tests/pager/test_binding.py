@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,3 +79,99 @@ def test_calls_keep_no_references() -> None:
         with pytest.raises(TypeError):
             module.take_away(tensor, tensor=tensor)
     assert (sys.getrefcount(tensor), sys.getrefcount(key)) == before
+
+
+class Marked(Exception):
+    pass
+
+
+class Kept:
+    """Tells when it ends."""
+
+    def __init__(self, ended: list[str]) -> None:
+        self._ended = ended
+
+    def __del__(self) -> None:
+        self._ended.append("end")
+
+
+def test_around_calls_before_and_after() -> None:
+    seen: list[Any] = []
+
+    def original(a: int, *, b: int = 0) -> int:
+        """The sum."""
+        seen.append("original")
+        return a + b
+
+    def leave(result: int | None, error: BaseException | None) -> None:
+        seen.append((result, error))
+
+    def enter(*args: int, **kwargs: int) -> Callable[[Any, Any], None]:
+        seen.append((args, kwargs))
+        return leave
+
+    called = binding.load().around(original, enter)
+    assert called(1, b=2) == 3
+    assert seen == [((1,), {"b": 2}), "original", (3, None)]
+    assert (called.__name__, called.__doc__, called.__wrapped__) == ("original", "The sum.", original)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'c'"):
+        called(1, c=2)
+    assert isinstance(seen[-1][1], TypeError) and len(seen) == 5, "its error is handed on, and raised"
+
+
+def test_around_keeps_what_enter_returns_until_the_end() -> None:
+    ended: list[str] = []
+
+    def original(fails: bool) -> str:
+        ended.append("original")
+        if fails:
+            raise Marked
+        return "made"
+
+    called = binding.load().around(original, lambda _: Kept(ended))
+    assert called(False) == "made" and ended == ["original", "end"]
+    with pytest.raises(Marked):
+        called(True)
+    assert ended == ["original", "end"] * 2
+
+
+def test_around_raises_the_error_of_either_function() -> None:
+    def fails(*_: Any) -> None:
+        raise Marked
+
+    ran: list[int] = []
+    with pytest.raises(Marked):
+        binding.load().around(ran.append, fails)(1)
+    assert not ran, "where the first function fails the original does not run"
+    with pytest.raises(Marked):
+        binding.load().around(ran.append, lambda _: fails)(1)
+    assert ran == [1]
+
+    def replaces(_: Any, error: BaseException | None) -> None:
+        raise Marked from error
+
+    with pytest.raises(Marked) as caught:
+        binding.load().around(int, lambda _: replaces)("no number")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_around_is_bound_as_a_function_is_and_ends_with_its_cycle() -> None:
+    class Owner:
+        def add(self, other: int) -> tuple[Any, int]:
+            return self, other
+
+    around = binding.load().around
+    setattr(Owner, "add", around(Owner.add, lambda *_: None))  # noqa: B010
+    owner = Owner()
+    method = owner.add
+    assert owner.add(1) == method(1) == Owner.add(owner, 1) == (owner, 1)
+    ended: list[str] = []
+
+    def enter(*_: Any, kept: Kept = Kept(ended)) -> None:  # noqa: B008
+        return None
+
+    called: Any = around(int, enter)
+    called.itself = called
+    del called, enter
+    gc.collect()
+    assert ended == ["end"]

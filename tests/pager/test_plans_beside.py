@@ -100,7 +100,7 @@ def test_a_planner_that_is_killed_again_and_again_is_left_alone(
 
 
 def _with_no_arguments(run: Any) -> Any:
-    return lambda self, asker, function, arguments, behind: run(self, asker, function, (), behind)
+    return lambda self, asker, function, arguments: run(self, asker, function, ())
 
 
 def test_a_budget_that_closes_gives_up_what_is_planned(

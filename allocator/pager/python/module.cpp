@@ -41,6 +41,7 @@
 #include "pools/pool.h"
 #include "pools/small_blocks.h"
 #include "pools/stream_rules.h"
+#include "python/around.h"
 #include "python/bind.h"
 #include "python/bind_births.h"
 #include "python/bind_figures.h"
@@ -399,6 +400,7 @@ void bind_all(PyObject* module) {
   bind_ranking(m);
   bind_figures(m);
   bind_births(m);
+  bind_around(m);
   bind_gradients(m);
   bind_introspection(m);
   bind_pool(m);

@@ -1,0 +1,144 @@
+#include "python/around.h"
+
+#include <cstddef>
+
+namespace memmgr::pager {
+
+namespace {
+
+namespace around {
+
+struct Object {
+  PyObject_HEAD  //
+      vectorcallfunc call;
+  PyObject *original, *enter, *attributes;
+};
+
+Object* cast(PyObject* self) { return reinterpret_cast<Object*>(self); }
+
+// An error that is set in this thread, taken away for a while.
+class TakenError {
+ public:
+  TakenError() {
+    PyErr_Fetch(&type_, &value_, &trace_);
+    PyErr_NormalizeException(&type_, &value_, &trace_);
+    if (trace_) PyException_SetTraceback(value_, trace_);
+  }
+  TakenError(const TakenError&) = delete;
+  TakenError& operator=(const TakenError&) = delete;
+  ~TakenError() {
+    Py_XDECREF(type_);
+    Py_XDECREF(value_);
+    Py_XDECREF(trace_);
+  }
+  PyObject* value() const { return value_; }
+  void set() {
+    PyErr_Restore(type_, value_, trace_);
+    type_ = value_ = trace_ = nullptr;
+  }
+
+ private:
+  PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
+};
+
+// Ends a call: consumes `result` (null: the error is set) and `held`, and returns the call's result.
+PyObject* leave(PyObject* result, PyObject* held) {
+  const bool asked = PyCallable_Check(held) != 0;
+  if (result) {
+    PyObject* answer = asked ? PyObject_CallFunctionObjArgs(held, result, Py_None, nullptr) : Py_NewRef(Py_None);
+    Py_DECREF(held);
+    if (!answer) Py_CLEAR(result);
+    Py_XDECREF(answer);
+    return result;
+  }
+  TakenError error;
+  PyObject* answer = asked ? PyObject_CallFunctionObjArgs(held, Py_None, error.value(), nullptr) : Py_NewRef(Py_None);
+  Py_DECREF(held);
+  if (answer) error.set();  // else the other error is raised in its place
+  Py_XDECREF(answer);
+  return nullptr;
+}
+
+PyObject* call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  // The object may be deleted meanwhile: the patch of a budget that closes.
+  PyObject *enter = Py_NewRef(cast(object)->enter), *original = Py_NewRef(cast(object)->original);
+  const size_t count = static_cast<size_t>(PyVectorcall_NARGS(flags));
+  PyObject* held = PyObject_Vectorcall(enter, args, count, names);
+  PyObject* result = held ? leave(PyObject_Vectorcall(original, args, count, names), held) : nullptr;
+  Py_DECREF(enter);
+  Py_DECREF(original);
+  return result;
+}
+
+PyObject* bound(PyObject* self, PyObject* object, PyObject*) {
+  return object && object != Py_None ? PyMethod_New(self, object) : Py_NewRef(self);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(cast(self)->original);
+  Py_VISIT(cast(self)->enter);
+  Py_VISIT(cast(self)->attributes);
+  return 0;
+}
+
+int clear(PyObject* self) {
+  Py_CLEAR(cast(self)->original);
+  Py_CLEAR(cast(self)->enter);
+  Py_CLEAR(cast(self)->attributes);
+  return 0;
+}
+
+void release(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  PyObject_GC_Del(self);
+}
+
+PyGetSetDef members[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+                         {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyTypeObject type_of_calls = [] {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0) "memmgr._pager.Around"};
+  type.tp_basicsize = sizeof(Object);
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR;
+  type.tp_vectorcall_offset = offsetof(Object, call);
+  type.tp_dictoffset = offsetof(Object, attributes);
+  type.tp_call = PyVectorcall_Call;
+  type.tp_descr_get = bound;
+  type.tp_traverse = traverse;
+  type.tp_clear = clear;
+  type.tp_dealloc = release;
+  type.tp_getset = members;
+  return type;
+}();
+
+}  // namespace around
+
+Callable py_around(Callable original, Callable enter) {
+  if (PyType_Ready(&around::type_of_calls) != 0) throw python_error();
+  auto* self = PyObject_GC_New(around::Object, &around::type_of_calls);
+  if (!self) throw python_error();
+  self->call = around::call;
+  self->original = Py_NewRef(original.object);
+  self->enter = Py_NewRef(enter.object);
+  self->attributes = nullptr;
+  PyObject_GC_Track(reinterpret_cast<PyObject*>(self));
+  THPObjectPtr made(reinterpret_cast<PyObject*>(self));
+  THPObjectPtr functools(checked(PyImport_ImportModule("functools")));
+  THPObjectPtr named(
+      checked(PyObject_CallMethod(functools.get(), "update_wrapper", "OO", made.get(), original.object)));
+  Callable result;
+  result.object = made.release();
+  return result;
+}
+
+}  // namespace
+
+void bind_around(Module& m) {
+  m.def<&py_around>("around", "original, enter",
+                    "A callable in the place of `original`, without a frame of its own: it calls `enter` with its "
+                    "arguments first. A callable result of `enter` is called with the result and the error at the "
+                    "end, any other is kept until then.");
+}
+
+}  // namespace memmgr::pager
