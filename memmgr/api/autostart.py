@@ -183,7 +183,7 @@ class _Autostart:
         if self._budget._runtime is not None:
             # As after an exception: tensors that the graph of the last step still needs are restored only if they fit.
             # The log must not report that for a script that reached its end.
-            self._budget._runtime.ended_well = getattr(sys, "last_value", None) is None
+            self._budget._runtime.process_ends()
             self._budget.__exit__(SystemExit, None, None)
 
 

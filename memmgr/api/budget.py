@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import functools
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -306,6 +305,8 @@ class budget:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         instead = self._failed(error) if error is not None else None
+        if error is not None and self._runtime is not None:
+            self._runtime.ended_by = type(error).__name__
         self._close(failed=kind is not None)
         if instead is not None:
             raise instead from error
@@ -362,7 +363,7 @@ class budget:
         """As after an exception: tensors that the last step still needs are restored only if they fit."""
         if self._is_open():
             assert self._runtime is not None
-            self._runtime.ended_well = getattr(sys, "last_value", None) is None
+            self._runtime.process_ends()
             self._close(failed=True)
 
     def close(self) -> None:

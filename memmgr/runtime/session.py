@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import warnings
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,7 @@ class PagerRuntime:
         self._no_plan = ""  # why there is no plan
         self._final: dict[str, Any] | None = None
         self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
+        self.ended_by = ""  # the class of the exception that ends the budget, where it is known
 
     def _new_plans(self) -> Plans:
         config = self.config
@@ -300,7 +302,7 @@ class PagerRuntime:
             if self._stock is not None:  # the next budget of the process counts it again
                 stock = self._stock
                 then.callback(lambda: self.native.add_outside(-stock.close()))
-            then.callback(lambda: self.telemetry.close(self._final or {}, self.summary(), crashed))
+            then.callback(lambda: self.telemetry.close(self._final or {}, self.summary(), crashed, self.ended_by))
             then.callback(self.job.close, failed=crashed)
             then.callback(self._readers.remove)  # other threads may have read absent tensors in the meantime
             then.callback(self.native.close)
@@ -337,6 +339,12 @@ class PagerRuntime:
             *self._ranker.complaints(),
         ):  # last: a warning may be an exception here, and everything is closed
             warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
+
+    def process_ends(self) -> None:
+        """At the end of the process: looks for the exception that has ended the program."""
+        last = getattr(sys, "last_value", None)
+        self.ended_well = last is None
+        self.ended_by = "" if last is None else type(last).__name__
 
     def finish_steps(self) -> None:
         """Runs the pending slices of optimizers' steps now."""

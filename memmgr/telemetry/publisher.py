@@ -163,12 +163,12 @@ class Telemetry:
         if self.detail:
             self._happenings.append({"what": what, "seconds": self._now(), **fields})
 
-    def close(self, stats: dict[str, Any], summary: str, failed: bool) -> None:
+    def close(self, stats: dict[str, Any], summary: str, failed: bool, error: str = "") -> None:
         """Sends the end, and leaves no thread, no file and no hook (rule 13)."""
         self.modules.forget()  # also without a reader: a recorded pass, a plan's or a trace's, has hooks, too
         if self._thread is None or os.getpid() != self._pid:
             return
-        self._ending = {"stats": stats, "summary": summary, "failed": failed}
+        self._ending = {"stats": stats, "summary": summary, "failed": failed, "error": error}
         self._stop = True
         os.eventfd_write(self._wake, 1)
         join(self._thread, 2.0)

@@ -79,7 +79,9 @@ def test_leaving_with_readers_and_a_log_leaves_nothing(runtime: Path, tmp_path: 
         training()()
         watching.next("sample")
         raise KeyError
-    assert [line["failed"] for line in watching.lines() if line["type"] == "end"] == [True]
+    assert [(line["failed"], line["error"]) for line in watching.lines() if line["type"] == "end"] == [
+        (True, "KeyError")
+    ]
     watching.close()
     assert list(runtime.iterdir()) == []
     assert_left_clean(before)
@@ -291,6 +293,7 @@ def test_the_log_is_the_same_stream(tmp_path: Path) -> None:
         **lines[-1],
         "type": "end",
         "failed": False,
+        "error": "",
         "stats": mm.stats(),
     }
     assert sum(line["count"] for line in lines if line["type"] == "passes") == 10 == mm.stats()["passes"]

@@ -21,6 +21,7 @@ from memmgr.observe.advice import advice, own_checkpointing
 from memmgr.tools.common import as_python
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as verb
+from memmgr.tools.view.run_state import read_log
 
 TRAIN = """
 import os, sys
@@ -532,13 +533,21 @@ def test_no_figure_is_said_twice(folder: Path) -> None:
     assert said[-1].startswith("memmgr: where the time and the memory went:  memmgr report ")
 
 
-@pytest.mark.parametrize(("ending", "failed"), [("", False), ("raise KeyError('gone')", True)])
-def test_the_log_says_how_it_ended(folder: Path, ending: str, failed: bool) -> None:
+@pytest.mark.parametrize(
+    ("ending", "error", "said"),
+    [
+        ("", "", "ended"),
+        ("raise KeyError('gone')", "KeyError", "ended by KeyError"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", "was interrupted (Ctrl-C)"),
+    ],
+)
+def test_the_log_says_how_it_ended(folder: Path, ending: str, error: str, said: str) -> None:
     (folder / "train.py").write_text(TRAIN + ending)
     done = memmgr("run", "--budget", "8MB", "--log", "run.jsonl", "train.py", cwd=folder)
-    assert done.returncode == int(failed), done.stderr
+    assert (done.returncode != 0) is bool(error), done.stderr
     last = json.loads((folder / "run.jsonl").read_text().splitlines()[-1])
-    assert last["type"] == "end" and last["failed"] is failed
+    assert last["type"] == "end" and (last["failed"], last["error"]) == (bool(error), error)
+    assert read_log(folder / "run.jsonl")[0][-1].ending == said
 
 
 def test_after_measuring_it_names_a_budget_to_try(folder: Path, plain_bits: str) -> None:

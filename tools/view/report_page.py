@@ -120,7 +120,7 @@ def _why(watched: RunState) -> str:
 def _ending(watched: RunState) -> str:
     if watched.end is None:
         return " <b>The log has no end:</b> the process was killed, or was still running."
-    return " <b>It ended by an exception.</b>" if watched.end["failed"] else ""
+    return f" <b>It {watched.ending}.</b>" if watched.end["failed"] else ""
 
 
 def _tiles(watched: RunState) -> str:

@@ -275,12 +275,22 @@ class RunState:
 
     def _take_end(self, line: dict[str, Any]) -> None:
         self.end = line
-        self._note(line, "ended by an exception" if line["failed"] else "ended")
+        self._note(line, self.ending)
 
     def _note(self, line: dict[str, Any], text: str) -> None:
         self.log.append((float(line.get("seconds", 0.0)), text))
 
     # -- for the views --
+
+    @property
+    def ending(self) -> str:
+        """The way in which the run ended; empty: not yet."""
+        if self.end is None:
+            return ""
+        if not self.end["failed"]:
+            return "ended"
+        name = clean(str(self.end.get("error") or ""))
+        return "was interrupted (Ctrl-C)" if name == "KeyboardInterrupt" else f"ended by {name or 'an exception'}"
 
     def shares(self, window_seconds: float = 10.0) -> tuple[float, float]:
         """Recomputing and waiting, as shares of the last seconds; at the first look, of all the time so far."""
