@@ -157,7 +157,7 @@ DEVICES = (
 
 def no_device(name: str, what: str) -> ValueError:
     """The error of a device that torch does not know."""
-    return ValueError(f"{what}: {name!r} is none; expected cpu, cuda or cuda:1{meant(name, ('cpu', 'cuda'))}")
+    return ValueError(f"{what}: {name!r} is no device; expected cpu, cuda or cuda:1{meant(name, ('cpu', 'cuda'))}")
 
 
 def check_folder(folder: str, what: str) -> None:

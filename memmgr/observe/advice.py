@@ -182,7 +182,7 @@ def _fitted(stats: dict[str, Any]) -> bool:
 
 def _floor(stats: dict[str, Any], *, binary: bool = False) -> str:
     size = functools.partial(show_size, binary=binary)
-    return f"the floor (the smallest budget that could work) is about {size(int(stats['floor_bytes']))}"
+    return f"the floor (no smaller budget can work) is about {size(int(stats['floor_bytes']))}"
 
 
 def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:

@@ -375,7 +375,7 @@ def test_a_device_without_free_memory_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_device_that_is_none() -> None:
-    with pytest.raises(ValueError, match=r"^device: 'cud' is none; expected cpu, .*; did you mean 'cuda'\?$"):
+    with pytest.raises(ValueError, match=r"^device: 'cud' is no device; expected cpu, .*; did you mean 'cuda'\?$"):
         memmgr.budget("1GB", device="cud")
 
 

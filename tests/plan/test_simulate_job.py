@@ -130,4 +130,4 @@ def test_what_is_no_job(unequal: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["simulate", str(plain), "--sweep", "--total", "9B"]) == 2
     assert "are of a --job" in capsys.readouterr().err
     assert cli.main(["simulate", "--total", "9B"]) == 2
-    assert "of what?" in capsys.readouterr().err
+    assert "a file is needed" in capsys.readouterr().err

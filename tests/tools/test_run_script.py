@@ -296,14 +296,14 @@ BAD = [
     (["--disk-size", "12", "train.py"], "--disk-size"),
     (["--disk", "none", "--disk-size", "5GB", "train.py"], "memmgr run: --disk-size is of no disk: --disk is none\n"),
     (["--budget", "-5GB", "train.py"], "argument --budget: expected one argument; '-5GB' is less than nothing\n"),
-    (["--device", "foo", "train.py"], "memmgr run: --device: 'foo' is none; expected cpu, cuda or cuda:1\n"),
+    (["--device", "foo", "train.py"], "memmgr run: --device: 'foo' is no device; expected cpu, cuda or cuda:1\n"),
     (["--budget", "12GB"], "the following arguments are required: script\n"),
     (
         ["--ratio", "101%", "train.py"],
         "memmgr run: --ratio: '101%' is more than the run needs; expected at most 100%\n",
     ),
     (["--policy", "nonsense", "train.py"], "policy"),
-    (["--device", "cuad", "train.py"], "device: 'cuad' is none; expected cpu, cuda or cuda:1; did you mean 'cuda'?"),
+    (["--device", "cuad", "train.py"], "device: 'cuad' is no device; expected cpu, cuda or cuda:1; did you mean 'cuda'?"),
     (["--disk", "/no/such/folder", "train.py"], "not a folder"),
     (["--disk", "/proc", "train.py"], "--disk: no file can be made in '/proc'"),
     (["--log", "no/such/run.jsonl", "train.py"], "not a file in a folder that exists"),
@@ -509,7 +509,7 @@ def _stats(**changed: float) -> dict[str, Any]:
 
 
 def test_what_the_summary_advises() -> None:
-    assert advice(_stats())[0] == "the floor (the smallest budget that could work) is about 500 MB"
+    assert advice(_stats())[0] == "the floor (no smaller budget can work) is about 500 MB"
     assert "+800 MB of budget (1.8 GB)" in advice(_stats())[1]
     own = own_checkpointing(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
     assert "own checkpointing recomputes for 25 % of the time while 500 MB of the budget are never used" in own[0]
@@ -517,7 +517,7 @@ def test_what_the_summary_advises() -> None:
     assert any("faster --disk" in line for line in advice(_stats(stall_seconds=4.0)))
     assert any("held by the program itself" in line for line in advice(_stats(**{"held_bytes.peak": 9 * 10**8})))
     assert advice(_stats(budget_bytes=2**64 - 1)) == [
-        "with a budget of 2 GB or more nothing would have to leave; the floor (the smallest budget that could work) is about 500 MB"
+        "with a budget of 2 GB or more nothing would have to leave; the floor (no smaller budget can work) is about 500 MB"
     ]
     assert advice(_stats(unmanaged_peak_bytes=10**9))[0].startswith("everything fitted; the floor")
 

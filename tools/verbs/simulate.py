@@ -161,9 +161,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.job is not None:
         return _job(args)
     if args.file is None:
-        raise UsageError("of what? FILE of a pass, --job FILE ... of the ranks of a distributed job")
+        raise UsageError("a file is needed: FILE of a pass, or --job FILE ... of the ranks of a distributed job")
+    if not args.file.is_file():
+        raise UsageError(f"{args.file}: there is no such file")
     if args.ratio is None and args.budget is None and not args.sweep:
-        raise UsageError("in how much? --ratio 0.6, --budget 12GB or --sweep")
+        raise UsageError("a budget is needed: --ratio 60%, --budget 12GB or --sweep")
     if args.total or args.host_total or args.limit:
         raise UsageError("--total, --host-total and --limit are of a --job")
     if args.schedule_out is not None:

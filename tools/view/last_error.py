@@ -18,7 +18,7 @@ def explain(log: Path) -> str:
     sessions, _ = read_log(log)
     found = [(run, event) for run in sessions for event in run.rare if event["what"] == "budget_error"]
     if not found:
-        raise UsageError(f"{log}: no budget was spent in this run; a BudgetError is in the log of a run with --log")
+        raise UsageError(f"{log}: this run had no BudgetError")
     run, event = found[-1]
     lines = [str(event.get("error", event.get("text", ""))), "", *map(str, event.get("details", ()))]
     lines += _table(run, "Held, by kind", event.get("held", {}))

@@ -293,11 +293,11 @@ class RunState:
         return "was interrupted (Ctrl-C)" if name == "KeyboardInterrupt" else f"ended by {name or 'an exception'}"
 
     def shares(self, window_seconds: float = 10.0) -> tuple[float, float]:
-        """Recomputing and waiting, as shares of the last seconds; at the first look, of all the time so far."""
+        """Recomputing and waiting, as shares of the last seconds; until so many were seen, of all the time so far."""
         if not self.points:
             return 0.0, 0.0
         last = self.points[-1]
-        if len(self.points) == 1:
+        if not self.seen_for(window_seconds):
             so_far = max(last.seconds, 1e-9)
             return last.figure("recompute_seconds") / so_far, last.figure("stall_seconds") / so_far
         first = self._since(window_seconds)
@@ -331,10 +331,14 @@ class RunState:
         def count(point: Point) -> float:
             return point.figure(name)
 
-        if len(self.points) == 1:
+        if not self.seen_for(window_seconds):
             return count(last) / max(last.seconds, 1e-9), of
         first = self._since(window_seconds)
         return max(0, count(last) - count(first)) / max(last.seconds - first.seconds, 1e-9), of
+
+    def seen_for(self, seconds: float = 10.0) -> bool:
+        """Tells if samples were seen for so long."""
+        return len(self.points) > 1 and self.points[-1].seconds - self.points[0].seconds >= seconds
 
     def _since(self, window_seconds: float) -> Point:
         last = self.points[-1]

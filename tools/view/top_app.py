@@ -12,6 +12,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
@@ -57,7 +58,8 @@ class Help(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         yield Static(HELP)
 
-    def on_key(self) -> None:
+    def on_key(self, event: Key) -> None:
+        event.stop()  # else "?" opens it again
         self.dismiss()
 
 

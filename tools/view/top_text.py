@@ -130,11 +130,11 @@ def budget_line(watched: RunState, width: int, glyphs: Glyphs) -> Line:
 
 
 def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
-    """Shares of the time in the last seconds (of the whole run, at the first look), and evictions since the beginning."""
+    """Shares of the time in the last seconds (of the whole run until so many were seen), and evictions since the beginning."""
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"{'10 s' if len(watched.points) > 1 else 'so far'}: {show_rate(*watched.rate())} recompute "
+        f"{'10 s' if watched.seen_for() else 'so far'}: {show_rate(*watched.rate())} recompute "
         f"{recompute:.1%} stall {stall:.1%}  all: evict {watched.size(int(stats.get('evicted_bytes', 0)))} offload "
         f"{watched.size(int(stats.get('offload_bytes', 0)))}"
     )
