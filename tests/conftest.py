@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Else Inductor compiles a program for each kind of vectors that the processor has, to see that the compiler knows them: a
+    # third of its first use. Any compiler that compiles the core does.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if not hasattr(config, "workerinput"):
         try:
             binding.load()
