@@ -53,6 +53,7 @@ _TAKEN_UP = (
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "CUDA_VISIBLE_DEVICES",  # read when CUDA is first used
     "OMP_WAIT_POLICY",  # how threads wait, where there is one
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun's, read when a group is made
 )
 _CODE = "from forkserver import serve; serve({})"
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
