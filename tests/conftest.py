@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Else Inductor compiles a program for each kind of vectors that the processor has, to see that the compiler knows them: a
+    # third of its first use. Any compiler that compiles the core does.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if not hasattr(config, "workerinput"):
         try:
             binding.load()
@@ -42,7 +46,8 @@ _TESTS = Path(__file__).parent
 _LONGEST = (
     *("exactness/test_models.py", "driver/test_sanitizers.py", "tools/test_docs.py", "memdev/test_managed.py"),
     *("budget/test_named_budget.py", "exactness/test_hostile.py", "plan/test_planner.py", "tools/test_run_script.py"),
-    *("exactness/test_threads.py", "exactness/test_leaks.py", "watch/test_lightning.py", "budget/test_peak.py"),
+    *("memdev/test_compiled.py", "exactness/test_threads.py", "pager/test_pending.py", "tools/test_tune.py"),
+    *("exactness/test_leaks.py", "watch/test_lightning.py", "budget/test_peak.py"),
     *("pager/test_plans.py", "tools/test_examples.py", "core/test_pages.py", "plan/test_plan_verb.py"),
     *("plan/test_online.py", "plan/test_simulate_verb.py", "plan/test_ahead.py", "plan/test_paging.py"),
     *("plan/test_simulate_job.py", "ops/test_state_arguments.py"),

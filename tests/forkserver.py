@@ -53,6 +53,7 @@ _TAKEN_UP = (
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "CUDA_VISIBLE_DEVICES",  # read when CUDA is first used
     "OMP_WAIT_POLICY",  # how threads wait, where there is one
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun's, read when a group is made
 )
 _CODE = "from forkserver import serve; serve({})"
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -275,21 +276,22 @@ def serve(number: int) -> None:
 
 def _keep_frozen() -> None:
     """`gc.unfreeze` does nothing until the program itself freezes. A budget unfreezes when it opens. Every later collection,
-    at the program's end above all, then goes through all of torch, which took longer than the rest of the program.
+    at the program's end above all, then goes through all of torch, which took longer than the rest of the program. Nor are
+    the frozen objects counted, which a budget does first: that goes through them, and took most of its opening.
     """
     import gc
 
-    freeze, unfreeze = gc.freeze, gc.unfreeze
+    freeze, unfreeze, count = gc.freeze, gc.unfreeze, gc.get_freeze_count
 
     def keep() -> None:
         pass
 
     def program_freezes() -> None:
         if gc.unfreeze is keep:
-            gc.unfreeze = unfreeze
+            gc.unfreeze, gc.get_freeze_count = unfreeze, count
         freeze()
 
-    gc.freeze, gc.unfreeze = program_freezes, keep
+    gc.freeze, gc.unfreeze, gc.get_freeze_count = program_freezes, keep, lambda: 0
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:

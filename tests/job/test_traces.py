@@ -48,7 +48,6 @@ if "FIGURES" in os.environ:
     open(f"{os.environ['FIGURES']}.{rank}", "w").write(json.dumps(figures))
 dist.destroy_process_group()
 """
-MEMMGR = [sys.executable, "-m", "memmgr.tools.cli"]
 
 
 def launch(folder: Path, *words: str, **variables: str) -> str:
@@ -67,7 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")
     (folder / "train.py").write_text(PIPELINE)
     words = ("trace", "--out", "run.trace", "--device", "cpu", "train.py")
-    said = launch(folder, "--no-python", *MEMMGR, *words)
+    with forkserver.commands(tmp_path_factory.mktemp("path")) as path:
+        said = launch(folder, "--no-python", str(path / "memmgr"), *words)
     assert said.count("memmgr simulate --job") == 1 and "run.rank1.trace" in said
     return folder
 

@@ -37,9 +37,9 @@ class Block(nn.Module):
 class Training:
     """A model that is compiled once and trained again and again from the same state."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(Block() for _ in range(3))).to(DEVICE)
+        self.model = nn.Sequential(*(Block() for _ in range(blocks))).to(DEVICE)
         self.before = {name: value.cpu() for name, value in self.model.state_dict().items()}
         self.data = torch.randn(BATCH * WIDTH + 1)
         self.compiled = torch.compile(self.model)
@@ -93,7 +93,7 @@ def captured(mode: str, seed: int) -> dict[str, Any]:
     """A compiled inference, captured as a graph and replayed after everything has left that may."""
     _start(mode, seed)
     inductor.install()
-    training = Training()
+    training = Training(1)
     model, module = training.model.eval(), torch.get_device_module(DEVICE)
 
     def run() -> tuple[str, str]:
@@ -131,7 +131,7 @@ def refused(mode: str, seed: int) -> dict[str, Any]:
     """A module with a kernel whose arguments cannot be read: the graph keeps its inputs in memory."""
     _start(mode, seed)
     inductor.install()
-    training = Training()
+    training = Training(1)
     want = training.run()
 
     def described(kernel: Any, source: str) -> Any:

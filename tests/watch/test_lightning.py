@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,5 +243,5 @@ def test_neither_package_is_imported_until_it_is_asked_for() -> None:
         "import sys, memmgr.integrations as found; found.log_stats; "
         "print({'lightning', 'pytorch_lightning', 'transformers', 'accelerate', 'wandb', 'mlflow'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = forkserver.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "set()\n"
