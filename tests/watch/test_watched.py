@@ -133,7 +133,7 @@ def test_plans_device_and_tier_are_shown() -> None:
     assert shown[0].startswith("4242 cuda:1  python") and "backward by plan  18 passes  4.5 s" in shown[0]
     assert (
         ": offloaded (host)" in shown[8]
-        and shown[9].startswith("10 s: 4 passes/s recompute")
+        and shown[9].startswith("so far: 4 passes/s recompute")
         and shown[9].endswith("planned 12")
     )
     assert "planned" not in text.plain([text.activity(watched, 75, text.ASCII)])  # no room, and no half a word
