@@ -303,7 +303,10 @@ BAD = [
         "memmgr run: --ratio: '101%' is more than the run needs; expected at most 100%\n",
     ),
     (["--policy", "nonsense", "train.py"], "policy"),
-    (["--device", "cuad", "train.py"], "device: 'cuad' is no device; expected cpu, cuda or cuda:1; did you mean 'cuda'?"),
+    (
+        ["--device", "cuad", "train.py"],
+        "device: 'cuad' is no device; expected cpu, cuda or cuda:1; did you mean 'cuda'?",
+    ),
     (["--disk", "/no/such/folder", "train.py"], "not a folder"),
     (["--disk", "/proc", "train.py"], "--disk: no file can be made in '/proc'"),
     (["--log", "no/such/run.jsonl", "train.py"], "not a file in a folder that exists"),
