@@ -59,7 +59,7 @@ def place(*parts: str) -> Path:
 def said(what: str, where: Path) -> Iterator[None]:
     """Says on stderr that something is being compiled, and how long it took; on a terminal something turns meanwhile."""
     begun = time.perf_counter()
-    line = f"memmgr: compiling {what}, once"
+    line = f"memmgr: compiling {what}, once, in one to two minutes"
     if not sys.stderr.isatty():
         print(f"{line} (kept in {where})", file=sys.stderr, flush=True)
         yield

@@ -47,9 +47,9 @@ class SourceLine:
 
     @property
     def place(self) -> str:
-        """The function that the line is in, for tensors whose module was not recorded."""
+        """The function that the line is in, for tensors whose module was not recorded. Modules of torch may have been between."""
         if self.function == "<module>":
-            return OUTSIDE
+            return f"(top level of {self.file})"
         return self.function if self.function.endswith(".forward") else f"{self.function}()"
 
 

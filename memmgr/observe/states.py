@@ -97,7 +97,7 @@ def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> F
 
 
 def line(stats: Mapping[str, Any], *, binary: bool = False) -> list[str]:
-    """A line where model states have left, else none."""
+    """A line where model states were offloaded, else none."""
     found = flows(stats)
     if found is None or not found.states_moved_bytes:
         return []
@@ -106,6 +106,6 @@ def line(stats: Mapping[str, Any], *, binary: bool = False) -> list[str]:
         f"{flow.kind.replace('_', ' ')} {size(flow.moved_bytes)}" for flow in found.each if flow.moved_bytes
     )
     return [
-        f"model states left: {size(found.moved_bytes)} moved a pass ({parts}); one after the other the link moves "
+        f"offloading moved {size(found.moved_bytes)} a pass ({parts}); one way at a time the link moves "
         f"{size(found.link_bytes)} in that time"
     ]

@@ -74,7 +74,7 @@ def test_the_summary_says_the_slowdown_and_what_moved(tight: dict[str, Any]) -> 
     first, why, *_, second = tight["said"].splitlines()
     assert "x of an unlimited run; evicted " in first and "recomputing" not in first, "each share is printed once"
     assert why.startswith("memmgr: where the time went: recomputing ") and " (for reads " in why
-    assert second.startswith("memmgr: model states left: ") and "parameters " in second and "the link moves " in second
+    assert second.startswith("memmgr: offloading moved ") and "parameters " in second and "the link moves " in second
 
 
 def test_where_all_fits_no_state_is_said_to_have_left() -> None:

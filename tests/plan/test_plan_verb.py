@@ -266,9 +266,13 @@ def test_what_makes_no_sense_is_said_in_a_line(what: str, capsys: pytest.Capture
 
 
 def test_a_number_that_a_step_asks_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A loss that is printed, Adafactor's norms: neither could be planned."""
+    """A loss that is printed, Adafactor's norms: neither could be planned. AdamW's count of steps is none of the step's."""
     path = tmp_path / "prints.py"
     text = MODEL.replace("from beside import WIDTH", "WIDTH = 64")
+    path.write_text(text)
+    for device in (["--device", "t4"], []):
+        assert cli.main(["plan", *device, f"{path}:make_step"]) == 0
+        assert "is taken as 1" not in capsys.readouterr().err
     asked = "loss = model(x).square().mean()\n        loss.backward()\n        print('%.1f' % loss.item())"
     path.write_text(text.replace("model(x).square().mean().backward()", asked))
     assert cli.main(["plan", "--device", "t4", f"{path}:make_step"]) == 0

@@ -357,6 +357,10 @@ def test_a_busy_machine_is_said_before_the_verdict(capsys: pytest.CaptureFixture
         assert first.startswith("the machine was busy" if busy else "no proposal"), said
         assert any("Run this again on an idle machine" in line for line in said) == busy
         assert ("55 %: 1.20x" in first) == busy
+        curve, made, knee = search.propose(FakeCurve(), 1.5, lambda size, name: Measured(1.4, 9))  # type: ignore[arg-type]
+        tune._show_proposal(search.Tuned(10**8, 1.0, 1.5, curve, made, knee, noise=noise), args, "cpu")
+        said = capsys.readouterr().out
+        assert ("proposal (run this again on an idle machine to confirm it): " in said) == busy and "proposal" in said
 
 
 def test_devices_within_the_need_are_named() -> None:

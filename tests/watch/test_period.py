@@ -16,7 +16,7 @@ import memmgr
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools import cli
-from memmgr.tools.view.period import BEFORE, MOST_BANDS, NOBODY, period
+from memmgr.tools.view.period import AFTER, BEFORE, MOST_BANDS, period
 
 from . import lines
 
@@ -51,7 +51,7 @@ def test_the_bands_are_all_memory_and_each_layer_is_one(tmp_path: Path) -> None:
     found = period(trace)
     total = [sum(sizes) for sizes in zip(*found.bytes, strict=True)]
     assert max(total) == trace.unmanaged_peak[0] and len(total) == len(found.seconds)
-    assert found.names[0] == BEFORE and found.names[-1] == NOBODY
+    assert found.names[0] == BEFORE and AFTER in found.names[-2:]
     assert [n for n in found.names if n.startswith("Sequential.")] == [
         f"Sequential.{i}.{k}" for i in range(3) for k in range(3)
     ]
@@ -62,7 +62,9 @@ def test_the_bands_are_all_memory_and_each_layer_is_one(tmp_path: Path) -> None:
 
 
 def test_bands_by_hand() -> None:
-    """A constant that is written to stays in its band; backward belongs to the layer whose value it reads."""
+    """A constant that is written to stays in its band. The gradient of the last layer, from which all others are made, is no
+    memory of that layer.
+    """
     ops = (
         Op("constant", 0.0, (), (0,), OpKind.CONSTANT),
         Op("a", 1.0, (0,), (1,), module="M.one"),
@@ -78,8 +80,8 @@ def test_bands_by_hand() -> None:
     )
     storages = (*storages[:4], Storage("4", 1, 4), Storage("5", 7, 5))
     found = period(Trace(ops, storages, "cpu", 3, copy_on_write=False))
-    assert found.names == [BEFORE, "M.one", "M.two", NOBODY] and found.backward_at == 2
-    assert found.bytes == [[1, 1, 1, 1, 1], [10, 10, 0, 0, 0], [0, 100, 1100, 1000, 0], [0, 0, 0, 0, 7]]
+    assert found.names == [BEFORE, "M.one", "M.two", AFTER] and found.backward_at == 2
+    assert found.bytes == [[1, 1, 1, 1, 1], [10, 10, 0, 0, 0], [0, 100, 100, 0, 0], [0, 0, 1000, 1000, 7]]
     assert found.seconds == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 

@@ -76,8 +76,8 @@ def test_turns_of_a_loop_share_all_the_time() -> None:
 
 def test_the_line_is_said_only_where_states_left() -> None:
     assert line(stats()) == [
-        "model states left: 5 MB moved a pass (parameters 1 MB, gradients 1 MB, optimizer states 2.5 MB, other 500 kB); one "
-        "after the other the link moves 5 MB in that time"
+        "offloading moved 5 MB a pass (parameters 1 MB, gradients 1 MB, optimizer states 2.5 MB, other 500 kB); one "
+        "way at a time the link moves 5 MB in that time"
     ]
     only_activations = {f"moved_bytes.{kind}": 0 for kind in ("parameters", "gradients", "optimizer_states")}
     assert line(stats(**only_activations)) == [] == line(lines.stats())

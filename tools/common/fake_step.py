@@ -108,11 +108,14 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default and (known := _value(args[0])) is not None:
-            return known
-        if func is _aten._local_scalar_dense.default and args[0].is_floating_point():
-            self.asked = self.asked or _line()  # a loss that is printed, a norm by which a step is scaled
-            return 1.0
+        if func is _aten._local_scalar_dense.default:
+            if isinstance(args[0], FakeTensor) and args[0].constant is not None:
+                return func(*args)  # torch knows it
+            if (known := _value()) is not None:
+                return known
+            if args[0].is_floating_point():
+                self.asked = self.asked or _line()  # a loss that is printed, a norm by which a step is scaled
+                return 1.0
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -293,10 +296,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 # ---- values, and device-dependent behaviour
 
 
-def _value(t: Tensor) -> int | float | bool | None:
-    """Result of `.item()`: the value if it is known (an optimizer's count of steps); None: torch's own answer."""
-    if isinstance(t, FakeTensor) and t.constant is not None:
-        return None
+def _value() -> float | None:
+    """Result of `.item()` where torch itself asks for it; None: the step asks."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_code.co_filename.startswith((f"{_TORCH}/optim/", f"{_TORCH}/amp/")):

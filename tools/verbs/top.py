@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from memmgr.config.extras import pip_line
+from memmgr.config.sizes import show_seconds
 from memmgr.telemetry import stream
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in a browser of this machine, until Ctrl-C (default: a free port); a PID comes before it",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end (of 60 samples)"
+        "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end, after 60 samples (30 s)"
     )
 
 
@@ -296,6 +297,8 @@ def _picture(attached: list[Attached], args: argparse.Namespace) -> None:
     from memmgr.tools.view.top_app import TopApp, draw
 
     shown = _first_words(attached, detail=True)
-    wait(shown, 60 * args.interval, lambda one: len(one.watched.points) >= 60)  # a chart worth looking at
+    seconds = 60 * args.interval  # a chart worth looking at
+    print(f"memmgr top: watches for {show_seconds(seconds)}", file=sys.stderr, flush=True)
+    wait(shown, seconds, lambda one: len(one.watched.points) >= 60)
     draw(TopApp(shown, interval=args.interval, follow=False), args.picture)
     print(args.picture)

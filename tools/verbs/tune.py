@@ -221,8 +221,9 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
         )
     if made is not None:
         print(
-            f"proposal: {show_size(made.budget_bytes)}, {made.share} % of the need: predicted {_factor(made.predicted)}, "
-            f"measured {_factor(made.measured)} over {made.passes} passes\n  {_command(args, show_size(made.budget_bytes))}"
+            f"proposal{' (run this again on an idle machine to confirm it)' * busy}: {show_size(made.budget_bytes)}, "
+            f"{made.share} % of the need: predicted {_factor(made.predicted)} before it was run, measured "
+            f"{_factor(made.measured)} over {made.passes} passes\n  {_command(args, show_size(made.budget_bytes))}"
         )
     elif tried := [at for at in tuned.curve if at.measured is not None]:
         best = _command(args, show_size(min(tried, key=lambda at: at.measured or 0.0).budget_bytes), log="run.jsonl")

@@ -13,7 +13,8 @@ from memmgr.config.sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
 from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks
 
-BEFORE, NOBODY = "there before the pass", "no module"
+BEFORE, AFTER, NOBODY = "there before the pass", "backward and update", "no module"
+_PLACES = (BEFORE, AFTER, NOBODY)
 MOST_BANDS, MOST_POINTS = 14, 2000
 # One for each band, told apart on white and on black.
 COLOURS = (
@@ -40,17 +41,17 @@ class Period:
 
 
 def period(trace: Trace) -> Period:
-    """A band for storages from before the period, one for each layer, and one for the rest.
+    """A band for storages from before the period, one for each layer, one for backward and update, and one for the rest.
 
-    An activation belongs to the module that made it. A tensor that backward makes belongs to the module of the saved
-    values that it is made from. A written storage stays in its band. Layers are as many levels of the modules' paths as
-    make at most `MOST_BANDS` bands.
+    An activation belongs to the module that made it. Gradients and the tensors of the optimizer are a band of their own: the
+    trace does not say which module's forward an op of backward belongs to. A written storage stays in its band. Layers are
+    as many levels of the modules' paths as make at most `MOST_BANDS` bands.
     """
     made_by = _makers(trace)
-    modules = dict.fromkeys(m for m in made_by if m not in (BEFORE, NOBODY))
+    modules = dict.fromkeys(m for m in made_by if m not in _PLACES)
     counts = {d: len({_layer(m, d) for m in modules}) for d in range(1, 20)}
     depth = max((d for d in counts if counts[d] <= MOST_BANDS), key=lambda d: (counts[d], -d), default=1)
-    names = [BEFORE, *dict.fromkeys(_layer(m, depth) for m in modules), NOBODY]
+    names = [BEFORE, *dict.fromkeys(_layer(m, depth) for m in modules), AFTER, NOBODY]
     numbers = {name: i for i, name in enumerate(names)}
     n = len(trace.ops)
     first = next((k for k, op in enumerate(trace.ops) if op.kind != OpKind.CONSTANT), n)
@@ -80,11 +81,13 @@ def period(trace: Trace) -> Period:
 
 
 def _makers(trace: Trace) -> list[str]:
-    """For each storage, the path of the module that it belongs to, or `BEFORE`, `NOBODY`."""
+    """For each storage, the path of the module that it belongs to, or one of `_PLACES`."""
     found = [NOBODY] * len(trace.storages)
-    for op in trace.ops:
-        read = (found[s] for s in op.inputs if found[s] not in (BEFORE, NOBODY))
-        module = BEFORE if op.kind == OpKind.CONSTANT else op.module or next(read, NOBODY)
+    turn = len(trace.ops) if trace.backward_at is None else trace.backward_at
+    for k, op in enumerate(trace.ops):
+        read = (found[s] for s in op.inputs if found[s] not in _PLACES)
+        module = AFTER if k >= turn else next(read, NOBODY)
+        module = BEFORE if op.kind == OpKind.CONSTANT else op.module or module
         old = {new: found[was] for was, new in op.writes}
         for s in op.outputs:
             found[s] = old.get(s, module)
@@ -92,7 +95,7 @@ def _makers(trace: Trace) -> list[str]:
 
 
 def _layer(path: str, depth: int) -> str:
-    return path if path in (BEFORE, NOBODY) else ".".join(path.split(".")[:depth])
+    return path if path in _PLACES else ".".join(path.split(".")[:depth])
 
 
 def _points(count: int) -> list[int]:
@@ -210,7 +213,8 @@ def write_picture(trace: Trace, path: Path, name: str) -> None:
         axes.axvline(found.backward_at, color="#5b6472", linestyle="--", linewidth=1)
         axes.text(found.backward_at, 1.01, "backward", transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
     axes.set_xlim(0, max(len(found.seconds) - 1, 1))
-    axes.set(title=name, xlabel="op", ylabel="MB without a budget")
+    axes.set(xlabel="op", ylabel="MB without a budget")
+    axes.set_title(name, pad=18)  # above the word "backward"
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)

@@ -198,11 +198,11 @@ Figures py_stats() {
       its.moved += c->moved_bytes;
       if (!(c->state.load() & kAbsent)) {
         its.resident += c->nbytes;
-      } else if (c->absence == Absence::kEvicted) {
-        evicted += c->nbytes;
-      } else {
+      } else if (c->absence == Absence::kOffloaded) {
         offloaded += c->nbytes;
         its.below += c->nbytes;
+      } else {  // packed ones need no tier either
+        evicted += c->nbytes;
       }
     });
   }

@@ -194,9 +194,9 @@ WatchedCells py_watch_cells(uint32_t limit) {
       if (held) share.held += c->nbytes;
       const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
       rows.push_back({c->nbytes,
-                      !absent                           ? "present"
-                      : c->absence == Absence::kEvicted ? "evicted"
-                                                        : "offloaded",
+                      !absent                             ? "present"
+                      : c->absence == Absence::kOffloaded ? "offloaded"
+                                                          : "evicted",
                       c->slot >= 0, held, r && recipe_available_locked(r) && the_session.options.may_evict,
                       c->storage.use_count(), r ? seconds_of(r) : 0,
                       seconds_of_ticks(now > touched ? now - touched : 0), origin.op, origin.module,
