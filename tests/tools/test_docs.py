@@ -43,7 +43,7 @@ import torch
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(2)))
 x = torch.randn(1024, 64)
-for _ in range(3):
+for _ in range(5):
     model(x).square().mean().backward()
     with torch.no_grad():  # torch.optim would import its compiler, which takes as long as torch
         for p in model.parameters():
