@@ -35,4 +35,4 @@ def test_lost_time_is_none_where_the_kernel_hides_it(monkeypatch: pytest.MonkeyP
 def test_lost_time_is_what_psutil_reads() -> None:
     times = psutil.cpu_times(percpu=True)
     read = sum(times[number].irq + times[number].softirq + times[number].steal for number in os.sched_getaffinity(0))
-    assert 0.0 <= machine.lost_seconds() - read < 5.0
+    assert 0 <= round(100 * machine.lost_seconds()) - round(100 * read) < 500  # the kernel counts hundredths of a second

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,13 @@ def test_around_raises_the_error_of_either_function() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_around_is_copied_and_pickled_as_a_function_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = binding.load().around(make_stub.stub, lambda *_: None)
+    assert copy.copy(called) is copy.deepcopy([called])[0] is called
+    monkeypatch.setattr(make_stub, "stub", called)
+    assert pickle.loads(pickle.dumps(called)) is called
+
+
 def test_around_is_bound_as_a_function_is_and_ends_with_its_cycle() -> None:
     class Owner:
         def add(self, other: int) -> tuple[Any, int]:
@@ -172,6 +182,7 @@ def test_around_is_bound_as_a_function_is_and_ends_with_its_cycle() -> None:
 
     called: Any = around(int, enter)
     called.itself = called
+    assert weakref.ref(called)() is called
     del called, enter
     gc.collect()
     assert ended == ["end"]

@@ -11,7 +11,7 @@ namespace around {
 struct Object {
   PyObject_HEAD  //
       vectorcallfunc call;
-  PyObject *original, *enter, *attributes;
+  PyObject *original, *enter, *attributes, *references;
 };
 
 Object* cast(PyObject* self) { return reinterpret_cast<Object*>(self); }
@@ -90,10 +90,15 @@ int clear(PyObject* self) {
 
 void release(PyObject* self) {
   PyObject_GC_UnTrack(self);
+  if (cast(self)->references) PyObject_ClearWeakRefs(self);
   clear(self);
   PyObject_GC_Del(self);
 }
 
+// As a function of Python: pickled by its name, and its own copy.
+PyObject* reduce(PyObject* self, PyObject*) { return PyObject_GetAttrString(self, "__qualname__"); }
+
+PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef members[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
                          {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
@@ -103,11 +108,13 @@ PyTypeObject type_of_calls = [] {
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR;
   type.tp_vectorcall_offset = offsetof(Object, call);
   type.tp_dictoffset = offsetof(Object, attributes);
+  type.tp_weaklistoffset = offsetof(Object, references);
   type.tp_call = PyVectorcall_Call;
   type.tp_descr_get = bound;
   type.tp_traverse = traverse;
   type.tp_clear = clear;
   type.tp_dealloc = release;
+  type.tp_methods = methods;
   type.tp_getset = members;
   return type;
 }();
@@ -121,7 +128,7 @@ Callable py_around(Callable original, Callable enter) {
   self->call = around::call;
   self->original = Py_NewRef(original.object);
   self->enter = Py_NewRef(enter.object);
-  self->attributes = nullptr;
+  self->attributes = self->references = nullptr;
   PyObject_GC_Track(reinterpret_cast<PyObject*>(self));
   THPObjectPtr made(reinterpret_cast<PyObject*>(self));
   THPObjectPtr functools(checked(PyImport_ImportModule("functools")));
