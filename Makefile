@@ -90,7 +90,7 @@ test-fast: says-test-fast setup compiled ## a case a rule, the core, policies, t
 
 # Said before anything is installed: prerequisites run in their order.
 says-test:
-	@echo "make test: some 25 minutes on two cores, and at the first time 4 more to install and compile; make test-fast takes one or two"
+	@echo "make test: 9 to 22 minutes on two cores, and at the first time 4 more to install and compile; make test-fast takes one or two"
 
 says-test-fast:
 	@echo "make test-fast: one or two minutes on two idle cores, and at the first time 4 more to install and compile"
