@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memmgr.readers.patches import Patches
+from memmgr.readers.patches import Leave, Patches
 
 from .source_lines import SourceLine, of_caller
 
@@ -78,7 +78,7 @@ class Passes:
         patches.wrap(torch.enable_grad, "__exit__", self._grad_mode_as_it_was)
 
     def _backward(self, original: Any) -> Any:
-        def enter(*_args: Any, **_kwargs: Any) -> Callable[[Any, BaseException | None], None] | None:
+        def enter(*_args: Any, **_kwargs: Any) -> Leave | None:
             here = self._here.__dict__
             if here.get("depth", 0) or torch._C._current_graph_task_id() != -1:
                 return None  # inside another one

@@ -26,9 +26,6 @@ MOST_LIKE = 4096
 """Ops and sizes whose lines are kept for tensors like theirs."""
 
 
-OUTSIDE = "(outside of modules)"
-
-
 @dataclass(frozen=True)
 class SourceLine:
     """A line of the program.

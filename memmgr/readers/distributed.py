@@ -14,7 +14,7 @@ import torch
 
 from memmgr.common.constants import Escape
 
-from .patches import Patches
+from .patches import Leave, Patches
 from .raw import storages
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Reducers:
         self._patches.wrap(torch.distributed, "_verify_params_across_processes", self._in_cpp)
         self._patches.when_imported("torch.distributed.pipelining.stage", self._patch_stages)
 
-    def begin_backward(self) -> Callable[[Any, BaseException | None], None] | None:
+    def begin_backward(self) -> Leave | None:
         """A backward begins; the result is called at its end. None: no reducer takes part in it."""
         pins = [pin for pin in (self._pager.pin_reducer(reducer, False) for reducer in self._met) if pin is not None]
         if not pins:

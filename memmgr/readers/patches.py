@@ -10,6 +10,9 @@ from typing import Any
 
 _MISSING = object()
 
+Leave = Callable[[Any, BaseException | None], None]
+"""Called at the end of a function that `Pager.around` wraps, with its result and its error, one of which is None."""
+
 
 class Patches:
     """A set of attributes that were replaced. `undo` puts them back, newest first."""

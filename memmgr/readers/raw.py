@@ -24,12 +24,10 @@ from memmgr.common.constants import Escape
 from .exported import exported
 from .inductor import PagedGraphs
 from .names import addressed_of, only_compares, pointers
-from .patches import Patches
+from .patches import Leave, Patches
 
 if TYPE_CHECKING:
     from memmgr.native._pager import Addressed, Pager, Pin
-
-    Leave = Callable[[Any, BaseException | None], None]
 
 # Methods of untyped storages that read or write bytes themselves; True: they write.
 STORAGE_METHODS = {

@@ -16,7 +16,7 @@ from .distributed import Reducers
 from .extensions import Extensions
 from .inductor import PagedGraphs
 from .names import pointers
-from .patches import Patches
+from .patches import Leave, Patches
 from .raw import RawReaders
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Readers:
         return self._pager.around(original, lambda *_, **__: leave)
 
     def _backward(self, original: Any) -> Any:
-        def enter(*_args: Any, **_kwargs: Any) -> Callable[[Any, BaseException | None], None] | None:
+        def enter(*_args: Any, **_kwargs: Any) -> Leave | None:
             return self._reducers.begin_backward()
 
         return self._pager.around(original, enter)

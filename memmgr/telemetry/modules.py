@@ -17,10 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memmgr.observe.memory_inventory import model_states, size_of
 from memmgr.observe.qualified_names import LivingPaths
-from memmgr.observe.source_lines import OUTSIDE
 
 PLACES = (
-    OUTSIDE,
+    "(outside of modules)",
     "(backward)",
     "(parameters)",
     "(gradients)",

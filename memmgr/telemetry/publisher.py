@@ -163,7 +163,7 @@ class Telemetry:
         if self.detail:
             self._happenings.append({"what": what, "seconds": self._now(), **fields})
 
-    def close(self, stats: dict[str, Any], summary: str, failed: bool, error: str = "") -> None:
+    def close(self, stats: dict[str, Any], summary: str, failed: bool, error: str) -> None:
         """Sends the end, and leaves no thread, no file and no hook (rule 13)."""
         self.modules.forget()  # also without a reader: a recorded pass, a plan's or a trace's, has hooks, too
         if self._thread is None or os.getpid() != self._pid:

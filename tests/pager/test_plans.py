@@ -471,7 +471,7 @@ def test_a_plan_is_done_as_it_says(make: type[models.Training], policy: str, sha
             losses.append(training.step())
             settled()
             figures.append(mm.stats())
-            short = figures[-1]["short_periods"] > figures[-2]["short_periods"] if len(figures) > 1 else True
+            short = figures[-1]["short_periods"] > figures[-2:][0]["short_periods"]
         runtime: Any = budgets.current()
         planned = runtime.plans.latest().rematerialized
     assert (losses, bits(training)) == trained(make, len(losses))

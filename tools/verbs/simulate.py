@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
         return _job(args)
     if args.file is None:
         raise UsageError("a file is needed: FILE of a pass, or --job FILE ... of the ranks of a distributed job")
-    if not args.file.is_file():
+    if not args.file.exists():
         raise UsageError(f"{args.file}: there is no such file")
     if args.ratio is None and args.budget is None and not args.sweep:
         raise UsageError("a budget is needed: --ratio 60%, --budget 12GB or --sweep")

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in a browser of this machine, until Ctrl-C (default: a free port); a PID comes before it",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end, after 60 samples (30 s)"
+        "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end, after 60 samples"
     )
 
 

@@ -13,7 +13,7 @@ from memmgr.config.sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
 from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks
 
-BEFORE, AFTER, NOBODY = "there before the pass", "backward and update", "no module"
+BEFORE, AFTER, NOBODY = "there before the pass", "from backward on", "no module"
 _PLACES = (BEFORE, AFTER, NOBODY)
 MOST_BANDS, MOST_POINTS = 14, 2000
 # One for each band, told apart on white and on black.
@@ -41,10 +41,11 @@ class Period:
 
 
 def period(trace: Trace) -> Period:
-    """A band for storages from before the period, one for each layer, one for backward and update, and one for the rest.
+    """A band for storages from before the period, one for each layer, one for those that are made from
+    backward on, and one for the rest.
 
-    An activation belongs to the module that made it. Gradients and the tensors of the optimizer are a band of their own: the
-    trace does not say which module's forward an op of backward belongs to. A written storage stays in its band. Layers are
+    An activation belongs to the module that made it. Gradients are in the band of backward, because the trace does not say
+    which module's forward an op of backward belongs to. A written storage stays in its band. Layers are
     as many levels of the modules' paths as make at most `MOST_BANDS` bands.
     """
     made_by = _makers(trace)
@@ -85,9 +86,12 @@ def _makers(trace: Trace) -> list[str]:
     found = [NOBODY] * len(trace.storages)
     turn = len(trace.ops) if trace.backward_at is None else trace.backward_at
     for k, op in enumerate(trace.ops):
-        read = (found[s] for s in op.inputs if found[s] not in _PLACES)
-        module = AFTER if k >= turn else next(read, NOBODY)
-        module = BEFORE if op.kind == OpKind.CONSTANT else op.module or module
+        if op.kind == OpKind.CONSTANT:
+            module = BEFORE
+        elif op.module or k >= turn:
+            module = op.module or AFTER
+        else:  # between modules: of the module whose values it reads
+            module = next((found[s] for s in op.inputs if found[s] not in _PLACES), NOBODY)
         old = {new: found[was] for was, new in op.writes}
         for s in op.outputs:
             found[s] = old.get(s, module)

@@ -16,47 +16,24 @@ struct Object {
 
 Object* cast(PyObject* self) { return reinterpret_cast<Object*>(self); }
 
-// An error that is set in this thread, taken away for a while.
-class TakenError {
- public:
-  TakenError() {
-    PyErr_Fetch(&type_, &value_, &trace_);
-    PyErr_NormalizeException(&type_, &value_, &trace_);
-    if (trace_) PyException_SetTraceback(value_, trace_);
-  }
-  TakenError(const TakenError&) = delete;
-  TakenError& operator=(const TakenError&) = delete;
-  ~TakenError() {
-    Py_XDECREF(type_);
-    Py_XDECREF(value_);
-    Py_XDECREF(trace_);
-  }
-  PyObject* value() const { return value_; }
-  void set() {
-    PyErr_Restore(type_, value_, trace_);
-    type_ = value_ = trace_ = nullptr;
-  }
-
- private:
-  PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
-};
-
 // Ends a call: consumes `result` (null: the error is set) and `held`, and returns the call's result.
 PyObject* leave(PyObject* result, PyObject* held) {
-  const bool asked = PyCallable_Check(held) != 0;
-  if (result) {
-    PyObject* answer = asked ? PyObject_CallFunctionObjArgs(held, result, Py_None, nullptr) : Py_NewRef(Py_None);
-    Py_DECREF(held);
-    if (!answer) Py_CLEAR(result);
-    Py_XDECREF(answer);
-    return result;
+  python_error error;  // kept here while other code of Python runs
+  if (!result) {
+    PyErr_Fetch(&error.type, &error.value, &error.traceback);
+    PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
+    if (error.traceback) PyException_SetTraceback(error.value, error.traceback);
   }
-  TakenError error;
-  PyObject* answer = asked ? PyObject_CallFunctionObjArgs(held, Py_None, error.value(), nullptr) : Py_NewRef(Py_None);
+  PyObject* answer = PyCallable_Check(held) ? PyObject_CallFunctionObjArgs(held, result ? result : Py_None,
+                                                                           error.value ? error.value : Py_None, nullptr)
+                                            : Py_NewRef(Py_None);
   Py_DECREF(held);
-  if (answer) error.set();  // else the other error is raised in its place
+  if (answer)
+    error.restore();
+  else
+    Py_CLEAR(result);  // the error of `held` is raised in the place of either
   Py_XDECREF(answer);
-  return nullptr;
+  return result;
 }
 
 PyObject* call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
