@@ -182,8 +182,11 @@ def test_trainings_in_two_threads_have_their_own_bits(other: str) -> None:
     floor = sum(need["floor_bytes"] for need in needs)
     with budget(int(1.05 * floor))() as mm:
         found: list[list[str]] = [[], []]
-        in_threads(lambda i: found[i].extend(trainings[i].run() for _ in range(8)), range(2))
-        assert found == [[bits] * 8 for bits in want]
+        for _ in range(5):  # until both run at the same time, which a busy machine may prevent
+            in_threads(lambda i: found[i].extend(trainings[i].run() for _ in range(8)), range(2))
+            if mm.stats()["rematerializations"] and mm.stats()["reloads"]:
+                break
+        assert found == [[bits] * len(found[0]) for bits in want]
         assert mm.stats()["rematerializations"] > 0 and mm.stats()["reloads"] > 0
 
 
