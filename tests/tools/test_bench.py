@@ -60,7 +60,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a bench of two models, in the memory that checkpointing takes."""
     out = tmp_path_factory.mktemp("bench") / "new"
-    words = ("--models", "GPT,ResNet", "--systems", "unmanaged,checkpoint,auto", "--budgets", "checkpoint")
+    words = ("--models", "GPT,ResNet", "--systems", "unmanaged,checkpoint,auto", "--budgets", "checkpoint", "--batch", "3")
     assert bench(out, *words) == 0
     return out
 
@@ -85,6 +85,7 @@ def test_every_cell_is_there_with_the_bits_of_plain_torch(measured: Path, checkp
     assert there["GPT||unmanaged"].inside_bytes == there["GPT||unmanaged"].need_bytes
     assert of_two["GPT||checkpoint"].inside_bytes < of_two["GPT||unmanaged"].inside_bytes
     assert of_two["GPT||checkpoint"].bits == "yes"
+    assert "3 samples a step" in (checkpointed / "bench.md").read_text()
 
 
 def test_checkpointing_counts_a_batch_twice(checkpointed: Path) -> None:
@@ -286,6 +287,8 @@ def test_other_bits_are_no() -> None:
         (["--budgets", "0%"], "'0%' is neither"),
         (["--max-batch", "--memory", "many"], "--memory: cannot read 'many' as a size"),
         (["--turns", "0"], "not a positive number"),
+        (["--batch", "0"], "--batch: 0 is not a positive number"),
+        (["--max-batch", "--batch", "3"], "leave --batch out"),
         (["--minutes", "-1"], "--minutes: -1 is no time"),
         (["--minutes", "nan"], "--minutes: nan is no time"),
         (["--max-batch", "--slowest", "0"], "--slowest: 0 is not a positive number"),

@@ -39,7 +39,7 @@ class Bench:
         self.memory: int | None = args.memory
         self.began = time.monotonic()
         args.out.mkdir(parents=True, exist_ok=True)
-        keys = ("device", "turns", "threads", "tiny", "slowest", "memory")
+        keys = ("device", "turns", "threads", "batch", "tiny", "slowest", "memory")
         settings = {key: getattr(args, key) for key in keys}
         self.record: Record = opened(args.out / "bench.json", settings, machine(args.device))
         self.late = False
@@ -48,7 +48,7 @@ class Bench:
         args = self.args
         return {
             "key": f"{model}|{budget}|{system}", "model": model, "system": system, "what": what, "group": budget or "own",
-            "budget": budget, "budget_bytes": budget_bytes, "batch": None, "tiny": args.tiny, "device": args.device,
+            "budget": budget, "budget_bytes": budget_bytes, "batch": args.batch, "tiny": args.tiny, "device": args.device,
             "threads": args.threads, "turns": args.turns, "reference": system in (UNMANAGED, COMPILED),
         }  # fmt: skip
 

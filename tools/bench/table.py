@@ -89,7 +89,9 @@ def heading(record: Record) -> str:
     """One line: the measurement and the machine."""
     m: dict[str, Any] = record.machine
     where = m.get("gpu") or m["processor"]
+    batch = record.settings["batch"]
+    samples = "" if batch is None else f"; {batch} sample{'s' * (batch > 1)} a step"
     return (
         f"{where}, {m['cores']} cores, {m['memory_bytes'] / 1e9:.0f} GB; torch {m['torch']}, Python {m['python']}, "
-        f"memmgr {m['memmgr']}; {record.settings['threads']} threads, medians of {record.settings['turns']} turns"
+        f"memmgr {m['memmgr']}; {record.settings['threads']} threads, medians of {record.settings['turns']} turns{samples}"
     )

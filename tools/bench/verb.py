@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of memmgr's systems: percentages, checkpoint, selective (default {_BUDGETS.replace('%', '%%')})",
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=5, metavar="N", help="steps that are timed (default %(default)s)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples a step, of every model (default: its own)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="of each cell")
     parser.add_argument(
         "--out", type=Path, default=Path("memmgr-bench"), metavar="FOLDER", help="(default %(default)s)"
@@ -111,8 +112,8 @@ def _budgets(text: str) -> list[tuple[str, float | None]]:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, and options without an effect; then sets the defaults, and reads the lists."""
-    for option in ("turns", "threads"):
-        if getattr(args, option) < 1:
+    for option in ("turns", "threads", "batch"):
+        if getattr(args, option) is not None and getattr(args, option) < 1:
             raise UsageError(f"--{option}: {getattr(args, option)} is not a positive number")
     if args.minutes is not None and not args.minutes >= 0:
         raise UsageError(f"--minutes: {args.minutes:g} is no time")
@@ -121,6 +122,8 @@ def _check(args: argparse.Namespace) -> None:
     for option in ("memory", "slowest"):
         if not args.max_batch and getattr(args, option) is not None:
             raise UsageError(f"--{option} is of --max-batch")
+    if args.max_batch and args.batch is not None:
+        raise UsageError("--max-batch looks for the batch: leave --batch out")
     if args.max_batch and args.budgets is not None:
         raise UsageError("--budgets are of steps; with --max-batch the budget is --memory")
     args.slowest = _SLOWEST if args.slowest is None else args.slowest
