@@ -43,6 +43,6 @@ def autoload() -> None:
 
             give_up(package._explained(error))
         else:  # a failed `import torch` would be our fault
-            import warnings
+            from .common.say import warn
 
-            warnings.warn(f"memmgr: CUDA's allocator is not in place: {error}", stacklevel=2)
+            warn(f"CUDA's allocator is not in place: {error}")

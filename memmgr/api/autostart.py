@@ -10,7 +10,6 @@ import atexit
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from memmgr.common.errors import BudgetError
+from memmgr.common.say import warn
 from memmgr.config.conf import check_limit, give_up, is_strict, parse_conf
 
 from .budget import budget, current
@@ -147,7 +147,7 @@ class _Autostart:
             elif self._strict:
                 self._refuse(RuntimeError(_PROFILED))
             else:
-                warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored, because {_PROFILED}", stacklevel=2)
+                warn(f"MEMMGR_BUDGET is ignored, because {_PROFILED}")
         return Plain(tensor)
 
     def _open(self) -> None:
@@ -161,7 +161,7 @@ class _Autostart:
         except Exception as error:
             if self._strict:
                 self._refuse(error)
-            warnings.warn(f"memmgr: MEMMGR_BUDGET is set but the budget cannot be opened: {error}", stacklevel=2)
+            warn(f"MEMMGR_BUDGET is set but the budget cannot be opened: {error}")
 
     def _refuse(self, error: Exception) -> None:
         """Waits again: a script that catches this and continues, with a smaller batch for example, must not train

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from html import escape
 from types import TracebackType
@@ -17,8 +16,8 @@ import psutil
 import torch
 
 from memmgr.common.errors import RankError
-from memmgr.common.say import say
-from memmgr.config.conf import check_folder, is_off, local_ranks
+from memmgr.common.say import say, warn
+from memmgr.config.conf import check_file, check_folder, is_off, local_ranks
 from memmgr.config.placement import default_placement, parse_placement
 from memmgr.config.sizes import (
     SMALL_BYTES,
@@ -93,9 +92,7 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
 
 def _file(path: str | os.PathLike[str], what: str) -> str:
     name = os.fspath(path)
-    folder = os.path.dirname(os.path.expanduser(name)) or "."
-    if not name or os.path.isdir(os.path.expanduser(name)) or not os.path.isdir(folder):
-        raise ValueError(f"{what}: {name!r} is not a file in a folder that exists")
+    check_file(name, what)
     return name
 
 
@@ -428,10 +425,9 @@ def _warn_if_nothing_will_leave(config: Config) -> None:
     there = devices.machine_bytes() if cpu else devices.total_bytes(config.device)
     if there is not None and there < config.limit_bytes < UNLIMITED:
         whose = "this machine" if cpu else str(config.device)
-        warnings.warn(
-            f"memmgr: the budget of {show_size(config.limit_bytes, binary=config.binary)} is more than {whose} has "
-            f"({show_size(there, binary=config.binary)}): nothing will leave before that is full",
-            stacklevel=3,
+        warn(
+            f"the budget of {show_size(config.limit_bytes, binary=config.binary)} is more than {whose} has "
+            f"({show_size(there, binary=config.binary)}): nothing is evicted before that is full"
         )
 
 
@@ -457,7 +453,9 @@ def explain(top: int = 10) -> Explanation:
     A tensor that a backward made has the line that called it. Parameters that are older than the budget have no line.
     """
     if _current is None:
-        raise RuntimeError("memmgr: explain() needs an open budget")
+        raise RuntimeError(
+            "memmgr: explain() needs an open budget: call it inside `with memmgr.budget(...)`, after some steps"
+        )
     return _current.explain(top)
 
 

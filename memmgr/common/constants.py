@@ -97,11 +97,10 @@ class Stretch(enum.IntEnum):
     """States of a stretch of the address space, in the order of `memory_map`'s columns."""
 
     FREE = 0
-    OTHER = 1
-    SAVED = 2
-    HELD = 3
-    LEAVING = 4
-    HOLE = 5
+    FIXED = 1
+    EVICTABLE = 2
+    LEAVING = 3
+    HOLE = 4
 
 
 TOUCH_WRITES = 1

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -160,6 +159,25 @@ def no_device(name: str, what: str) -> ValueError:
     return ValueError(f"{what}: {name!r} is no device; expected cpu, cuda or cuda:1{meant(name, ('cpu', 'cuda'))}")
 
 
+def check_file(name: str, option: str) -> None:
+    """Checks that a file of this name can be made.
+
+    Args:
+        name: its path.
+        option: name of the argument or option, for the message.
+
+    Raises:
+        ValueError: it is a folder, or in a folder that does not exist.
+    """
+    path = os.path.expanduser(name)
+    if not name:
+        raise ValueError(f"{option}: the file's name is empty")
+    if os.path.isdir(path):
+        raise ValueError(f"{option}: {name!r} is a folder; name a file in it")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise ValueError(f"{option}: the folder of {name!r} does not exist")
+
+
 def check_folder(folder: str, what: str) -> None:
     """Refuses a folder in which no file can be made: for a tier, before anything is trained.
 
@@ -229,7 +247,9 @@ def refuse_or_warn(why: str) -> None:
     """
     if is_strict(os.environ.get("MEMMGR_CONF", "")):
         refuse(f"{why} (MEMMGR_CONF=strict:off makes this a warning)")
-    warnings.warn(f"memmgr: {why}", stacklevel=4)
+    from memmgr.common.say import warn
+
+    warn(why)
 
 
 def give_up(error: Exception) -> None:
@@ -241,7 +261,9 @@ def give_up(error: Exception) -> None:
     why = " ".join(str(error).split())
     if is_strict(os.environ.get("MEMMGR_CONF", "")):
         refuse(f"{why} ({_LENIENT})")
-    warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {why}", stacklevel=3)
+    from memmgr.common.say import warn
+
+    warn(f"MEMMGR_BUDGET is ignored: {why}")
 
 
 def refuse(why: str) -> NoReturn:

@@ -7,7 +7,6 @@ imported here, and this file is only imported if there is such a variable.
 from __future__ import annotations
 
 import os
-import warnings
 
 VARIABLES = frozenset(
     "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CUDA_MEMORY MEMMGR_CUDA_PAGE MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL "
@@ -68,4 +67,6 @@ def refuse_unknown() -> None:
         refuse_or_warn("; ".join(misspelt))
     others = [line for line in found if line not in misspelt]
     if others:
-        warnings.warn(f"memmgr: {'; '.join(others)}", stacklevel=3)
+        from memmgr.common.say import warn
+
+        warn("; ".join(others))

@@ -9,8 +9,8 @@ from typing import Any
 from memmgr.api.autostart import budget_of_the_script
 from memmgr.api.budget import budget
 from memmgr.common.say import say
-from memmgr.observe.advice import advice
 from memmgr.observe.interval import Interval
+from memmgr.observe.slowness import more_advice
 
 PREFIX = "memmgr/"
 
@@ -79,7 +79,7 @@ class CallbackBudget:
             sizes = ", ".join(map(str, self._tried))
             say(f"batch sizes tried: {sizes}; " + ("the last one failed" if failed else "the last one fitted"))
         if ours and not failed:
-            say(*advice(self._own.stats(), binary=self._own._config.binary))
+            say(*more_advice(self._own.stats(), binary=self._own._config.binary))
 
     def _end(self, failed: bool, report: bool) -> None:
         self._open = False

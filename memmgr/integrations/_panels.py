@@ -101,7 +101,7 @@ def _drawer(writer: Any) -> _Draw:
 
 
 def _rows(holders: tuple[Holder, ...]) -> list[tuple[Any, ...]]:
-    return [(h.bytes, h.away_bytes, h.count, h.kind, h.name, h.module, h.where) for h in holders]
+    return [(h.bytes, h.absent_bytes, h.count, h.kind, h.name, h.module, h.where) for h in holders]
 
 
 def _markdown(holders: tuple[Holder, ...]) -> str:

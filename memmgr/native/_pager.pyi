@@ -185,15 +185,15 @@ class EventList(TypedDict):
 class WatchedCell(TypedDict):
     """A cell, as the stream has it.
 
-    `state`: present, evicted or offloaded. `copy`: in the tier. `held`: it cannot be evicted now. `handles`: references
-    to its storage. `age_seconds`: since its last touch. `storage`: its address. `line`: the number of the source line
-    that made it; 0: not recorded.
+    `state`: resident, evicted or offloaded. `copy`: in the tier. `fixed`: it cannot be evicted now. `handles`:
+    references to its storage. `age_seconds`: since its last touch. `storage`: its address. `line`: the number of the
+    source line that made it; 0: not recorded.
     """
 
     bytes: int
     state: str
     copy: bool
-    held: bool
+    fixed: bool
     handles: int
     op_seconds: float
     age_seconds: float
@@ -204,10 +204,10 @@ class WatchedCell(TypedDict):
     line: int
 
 class ModuleShare(TypedDict):
-    """Bytes of cells: resident, of these not evictable, and absent."""
+    """Bytes of cells: resident, of these fixed, and absent."""
 
-    present: int
-    held: int
+    resident: int
+    fixed: int
     absent: int
 
 class WatchedCells(TypedDict):

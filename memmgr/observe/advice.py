@@ -17,7 +17,7 @@ WORTH_SAYING = 0.03
 
 
 def fixed_memory(stats: dict[str, Any], budget_bytes: int, *, binary: bool = False) -> str:
-    """The memory that counts and cannot leave since it is not torch's, by owner; empty if it is less than a tenth of the budget.
+    """Fixed memory that counts though it is not torch's, by owner; empty if it is less than a tenth of the budget.
 
     Args:
         stats: `memmgr.stats()`, or the pager's part of it.
@@ -73,18 +73,14 @@ def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
     budget, unmanaged = int(stats["budget_bytes"]), int(stats["unmanaged_peak_bytes"])
     if _unlimited(stats):
-        return [
-            f"with a budget of {size(unmanaged)} or more nothing would have to leave; {_floor(stats, binary=binary)}"
-        ]
+        return [f"with a budget of {size(unmanaged)} or more nothing would be evicted; {_floor(stats, binary=binary)}"]
     if _fitted(stats):
         return []
     recompute, stall = float(stats["recompute_seconds"]) / wall, float(stats["stall_seconds"]) / wall
     lines = states_knob(stats, binary=binary)
     more = None if lines else more_budget(stats)
     if not lines and stall > 2 * recompute and stall > 0.1:
-        lines.append(
-            "mostly waiting for the tier below: try a faster --disk, memory to spare as --host, or --policy evict"
-        )
+        lines.append("mostly waiting for the tier: try a faster --disk, memory to spare as --host, or --policy evict")
     if more is not None and budget + more > 0.9 * unmanaged:
         lines.append(
             f"+{size(unmanaged - budget)} of budget ({size(unmanaged)}, all that it needs) would remove all of the recomputing "
@@ -95,10 +91,11 @@ def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
         lines.append(
             f"+{added} of budget ({then}) would remove about 80 % of the recomputing and waiting (an estimate)"
         )
-    held = int(stats["held_bytes.peak"])
-    if held > 0.7 * budget:
+    fixed = int(stats["fixed_bytes.peak"])
+    if fixed > 0.7 * budget:
         lines.append(
-            f"{size(held)} of the budget are held by the program itself and cannot leave; memmgr top shows by whom"
+            f"{size(fixed)} of the budget are fixed (small tensors, and those whose address was handed out), so they cannot "
+            "be evicted; the escapes.* of memmgr.stats() say where the addresses went"
         )
     return lines
 
@@ -155,7 +152,7 @@ def states_change(stats: dict[str, Any], *, binary: bool = False) -> tuple[float
         (lost * more / missing, f"+{size(more)} of budget ({size(int(stats['budget_bytes']) + more)})"),
         (
             waiting / 2,
-            "a tier below that is twice as fast (--disk on a faster disk; --host where the machine has memory to spare)",
+            "a tier that is twice as fast (--disk on a faster disk; --host where the machine has memory to spare)",
         ),
     ]
     most = max(saved for saved, _ in knobs)

@@ -10,7 +10,7 @@ from typing import Any
 from memmgr.common.errors import BudgetError, RankError
 from memmgr.config.sizes import round_up, show_size
 
-STATE_KINDS = ("parameters", "buffers", "gradients", "optimizer state")
+STATE_KINDS = ("parameters", "buffers", "gradients", "optimizer states")
 # Without a tier: the bytes of a step besides the model's states, over those of the first few ops of its forward.
 UNSEEN = 3.0
 LEAST_WORK = 8  # one part in so many of the states
@@ -258,7 +258,7 @@ class Spent:
 
     def _request(self) -> str:
         tier, why = self.failed or ("", "")
-        out = f"the {tier} tier below it is full: no space left" if self.short else "nothing more can leave"
+        out = f"the {tier} tier is full: no space left" if self.short else "nothing more can be evicted"
         said = f"{self.first} memmgr: the budget of {self.size(self.budget_bytes)} is spent, and {out}."
         if self.there_bytes:
             said += f" {self.size(self.there_bytes)} are on the device already."
@@ -274,7 +274,7 @@ class Spent:
             rest = sum(part for _, part in kinds[NAMED_KINDS:])
             count = len(kinds) - NAMED_KINDS
             top.append(f"{count} other kind{'s' * (count > 1)} {self.size(rest)}")
-        said = f"Held now: {', '.join(top) or 'nothing that Python can see'}"
+        said = f"Resident now: {', '.join(top) or 'nothing that Python can see'}"
         modules = ", ".join(f"{name} {self.size(part)}" for name, part in self.held.modules[:NAMED_MODULES])
         if modules:
             said += f" (largest modules: {modules})"
@@ -284,16 +284,14 @@ class Spent:
         """Why so much is needed: `memmgr doctor --explain` prints it."""
         said = []
         if self.held.missing_bytes:
-            said.append(f"Still to come: {self.size(self.held.missing_bytes)} of gradients and optimizer state.")
+            said.append(f"Still to come: {self.size(self.held.missing_bytes)} of gradients and optimizer states.")
         if self.compiled:
             said.append(
                 f"This is inside a compiled {self.compiled}: what its graph is given and makes stays until it returns. Without "
                 "torch.compile, or with smaller parts compiled one by one, less is needed."
             )
         if self.fixed:
-            said.append(
-                f"Tensors over memory that cannot leave: {self.fixed}. A tensor that `.clone()` makes of one can leave."
-            )
+            said.append(f"Fixed tensors: {self.fixed}. A tensor that `.clone()` makes of one can be evicted.")
         exports = self.exports
         if exports.count > 1:
             said.append(
@@ -302,8 +300,8 @@ class Spent:
                 + ("" if exports.left is None else f" Its loop has {exports.left} more to come.")
             )
         if self.short:
-            movable = "are saved for backward" if self.states_stay else "could leave"
-            said.append(f"{self.size(self._saved_bytes)} that {movable} had no room below.")
+            movable = "are saved for backward" if self.states_stay else "could be offloaded"
+            said.append(f"{self.size(self._saved_bytes)} that {movable} had no room in the tier.")
         return said
 
     def _where_states_stay(self, coming: Ahead) -> int:
@@ -350,7 +348,7 @@ class Spent:
             more.append(f"The named budget leaves room for {room}.")
         if kept:
             more.append(
-                f"The {self.size(kept)} that are kept cannot leave without a tier below: there is room for as much again."
+                f"The {self.size(kept)} that are kept cannot be offloaded without a tier: there is room for as much again."
             )
         return round_up(enough + self.hidden_bytes, binary=self.binary), more
 

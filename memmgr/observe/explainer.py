@@ -122,7 +122,7 @@ class Explainer:
                 "budget_error",
                 floor_bytes=error.floor_bytes,
                 enough_bytes=error.enough_bytes,
-                held=held.kinds,
+                resident=held.kinds,
                 modules=dict(held.modules),
                 details=list(error.details),
                 error=str(error),
@@ -242,7 +242,7 @@ class Explainer:
         if passes.count == 1 or not passes.steps_before:
             # No backward was beside the states that the first update makes.
             # Some of them may be gone again: zeros are made from nothing.
-            made = held.kinds.get("optimizer state", 0) + held.below_bytes
+            made = held.kinds.get("optimizer states", 0) + held.below_bytes
             return Ahead(
                 0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming)))
             )

@@ -50,7 +50,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("unmanaged_peak_bytes", "gauge", "the most that it would have held without memmgr"),
     Figure("floor_bytes", "gauge", "the smallest budget that the run could have had so far"),
     Figure(
-        "held_bytes.peak",
+        "fixed_bytes.peak",
         "gauge",
         "the most bytes that could not be evicted: small tensors, and those whose address was handed out; pins do not count",
     ),
@@ -74,31 +74,29 @@ FIGURES: tuple[Figure, ...] = (
     Figure("resident_bytes.gradients", "gauge", "gradients: on the device now", "pager"),
     Figure("resident_bytes.optimizer_states", "gauge", "optimizer states: on the device now", "pager"),
     Figure("resident_bytes.other", "gauge", "all else, activations mostly: on the device now"),
-    Figure("below_bytes.parameters", "gauge", "parameters: offloaded now", "pager"),
-    Figure("below_bytes.gradients", "gauge", "gradients: offloaded now", "pager"),
-    Figure("below_bytes.optimizer_states", "gauge", "optimizer states: offloaded now", "pager"),
-    Figure("below_bytes.other", "gauge", "all else, activations mostly: offloaded now"),
+    Figure("offloaded_bytes.parameters", "gauge", "parameters: offloaded now", "pager"),
+    Figure("offloaded_bytes.gradients", "gauge", "gradients: offloaded now", "pager"),
+    Figure("offloaded_bytes.optimizer_states", "gauge", "optimizer states: offloaded now", "pager"),
+    Figure("offloaded_bytes.other", "gauge", "all else, activations mostly: offloaded now"),
     Figure(
         "moved_bytes.parameters",
         "counter",
-        "parameters: written to the tier below and read back",
+        "parameters: written to the tier and read back",
         "pager",
         followed=True,
     ),
-    Figure(
-        "moved_bytes.gradients", "counter", "gradients: written to the tier below and read back", "pager", followed=True
-    ),
+    Figure("moved_bytes.gradients", "counter", "gradients: written to the tier and read back", "pager", followed=True),
     Figure(
         "moved_bytes.optimizer_states",
         "counter",
-        "optimizer states: written to the tier below and read back",
+        "optimizer states: written to the tier and read back",
         "pager",
         followed=True,
     ),
     Figure(
         "moved_bytes.other",
         "gauge",
-        "all else, activations mostly: written to the tier below and read back",
+        "all else, activations mostly: written to the tier and read back",
         followed=True,
     ),
     Figure(
@@ -109,22 +107,22 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "link_bytes_per_second",
         "gauge",
-        "measured rate of the link to the tier below, one way at a time; 0 without a tier",
+        "measured rate of the link to the tier, one way at a time; 0 without a tier",
     ),
     # Evictions and restores.
     Figure("evictions", "counter", "tensors that were dropped, to be made again", "pager"),
     Figure("evicted_bytes", "counter", "bytes of the evictions", "pager"),
-    Figure("offloads", "counter", "tensors that were written to the tier below, ahead of need included", "pager"),
+    Figure("offloads", "counter", "tensors that were written to the tier, ahead of need included", "pager"),
     Figure("offload_bytes", "counter", "bytes of the offloads", "pager"),
     Figure("write_backs", "counter", "offloads that were written ahead of need, or tried to be", "pager:writes_ahead"),
-    Figure("clean_drops", "counter", "tensors that left without a write: the tier had a copy", "pager"),
-    Figure("packed", "counter", "tensors of two values that left all but a bit an element", "pager"),
+    Figure("clean_drops", "counter", "tensors offloaded without a write: the tier had a copy", "pager"),
+    Figure("packed", "counter", "tensors of two values that were packed: one bit an element is kept", "pager"),
     Figure("reloads", "counter", "tensors that were read back", "pager"),
     Figure("reload_bytes", "counter", "bytes of the reloads", "pager"),
     Figure("reads_ahead", "counter", "reads that began before an op needed the bytes", "pager"),
     Figure("late_reads", "counter", "prefetches that an op had to wait for", "pager"),
     Figure("prefetch_hits", "gauge", "prefetches that no op had to wait for, running ones included"),
-    Figure("tier_bytes.peak", "gauge", "the most that lay on the tier below", "tier:used_peak_bytes"),
+    Figure("tier_bytes.peak", "gauge", "the most that lay in the tier", "tier:used_peak_bytes"),
     Figure(
         "tier_file_bytes",
         "gauge",
@@ -148,7 +146,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "copy_seconds",
         "counter",
-        "processor time of the copies to and from the tier below the CPU",
+        "processor time of the copies to and from the tier, on the CPU device",
         "tier:cpu_nanoseconds",
     ),
     Figure(
@@ -202,7 +200,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("cut_recipes", "counter", "recipes that were given up to keep all of them small", "pager"),
     Figure("recipe_bytes", "gauge", "memory of recipes now, with the values kept for them", "pager"),
     Figure("retries", "counter", "ops that found no room and were tried again alone", "pager"),
-    Figure("trap_retries", "counter", "ops that asked for bytes that were away, and ran once more", "pager"),
+    Figure("trap_retries", "counter", "ops that asked for absent bytes, and ran once more", "pager"),
     Figure("admission_waits", "counter", "ops that waited until others gave room", "pager"),
     Figure(
         "slices",
@@ -222,7 +220,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("works_in_flight", "gauge", "collectives that are not done", "pager"),
     # Tensors.
     Figure("cells", "gauge", "storages that the pager knows now", "pager"),
-    Figure("absent_cells", "gauge", "cells whose bytes are away now", "pager"),
+    Figure("absent_cells", "gauge", "cells whose bytes are absent now", "pager"),
     Figure("pinned_cells", "gauge", "cells that something keeps in memory now, without small ones", "pager"),
     Figure("orphans", "gauge", "cells that the program has released and that others are made from", "pager"),
     Figure(
@@ -243,13 +241,13 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "fixed_bytes.library",
         "gauge",
-        "bytes of tensors over memory of another library's (NumPy, Arrow, DLPack): it counts and cannot leave",
+        "bytes of tensors over memory of another library's (NumPy, Arrow, DLPack): it counts and is fixed",
         "pager",
     ),
     Figure(
         "fixed_bytes.shared",
         "gauge",
-        "bytes of tensors in memory that processes share: it counts and cannot leave",
+        "bytes of tensors in memory that processes share: it counts and is fixed",
         "pager",
     ),
     Figure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ an op of `LOADS`, that needs no gradient and has a variable of the program, whil
 LOADS = ("", "aten::stack", "aten::cat", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::pin_memory")
 """Ops by which loaders and programs make a batch and move it to a device."""
 IN_BACKWARD, UNKNOWN_MODULE, NO_MODULE = "(backward)", "(not recorded)", "(loaded or older data)"
+LEAST_WIDTH = 12
+"""No column of a table is made narrower, so that a table fits the terminal."""
 UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class Holder:
         lines: the lines of the program that made them. Several: each of these lines makes tensors like them, and which of
             them made these was not recorded. Empty: not known.
         bytes: resident and absent.
-        away_bytes: of these, bytes that are evicted or offloaded.
+        absent_bytes: of these, bytes that are evicted or offloaded.
         count: tensors.
         by_op: an op of this budget made them. Others are older, or are data that was loaded.
     """
@@ -60,7 +63,7 @@ class Holder:
     module: str
     lines: tuple[SourceLine, ...]
     bytes: int
-    away_bytes: int
+    absent_bytes: int
     count: int
     by_op: bool = True
 
@@ -78,7 +81,7 @@ class Explanation:
 
     Attributes:
         now: the holders now, the largest first.
-        peak: the holders at the highest moment of the last pass whose births were recorded, the largest first; `away_bytes` are
+        peak: the holders at the highest moment of the last pass whose births were recorded, the largest first; `absent_bytes` are
             not known for them. Empty before the first backward has ended.
         leaks: tensors that grow from step to step, the largest first.
         small_bytes: bytes of tensors under 64 KiB and of workspaces now: they are in no row.
@@ -102,24 +105,23 @@ class Explanation:
 
     def __str__(self) -> str:
         size = functools.partial(show_size, binary=self.binary)
+        columns = shutil.get_terminal_size((0, 0)).columns  # 0: this is no terminal, and COLUMNS is not set
         lines = [f"memmgr: {text}" for text in self.leak_texts]
         for title, holders, peak in (("now", self.now, False), ("at the peak of a pass", self.peak, True)):
             if not holders:
                 continue
-            whole, away = sum(h.bytes for h in holders), sum(h.away_bytes for h in holders)
-            beside = ", resident or not" if peak else f", {size(away)} of it evicted or offloaded" if away else ""
+            whole, absent = sum(h.bytes for h in holders), sum(h.absent_bytes for h in holders)
+            beside = ", resident and absent" if peak else f", {size(absent)} of it absent" if absent else ""
             lines += [f"{title}: {size(whole)} in large tensors{beside}"]
             rows = [
                 (size(h.bytes), f"{h.bytes / max(whole, 1):.0%}", f"{h.count}", h.kind, h.name, h.module, h.where)
                 for h in holders[: self.top]
             ]
-            lines += _table(("bytes", "", "tensors", "kind", "name", "module", "line"), rows)
+            lines += _table(("bytes", "", "tensors", "kind", "name", "module", "line"), rows, columns)
             for name, sums in (("module", self.by_module(peak=peak)), ("line", self.by_line(peak=peak))):
                 most = list(sums.items())[: self.top]
-                lines += _table(
-                    ("bytes", "", f"by {name}"),
-                    [(size(count), f"{count / max(whole, 1):.0%}", text) for text, count in most],
-                )
+                parts = [(size(count), f"{count / max(whole, 1):.0%}", text) for text, count in most]
+                lines += _table(("bytes", "", f"by {name}"), parts, columns)
         lines.append(f"small tensors and workspaces: {size(self.small_bytes)}")
         return "\n".join(lines)
 
@@ -227,7 +229,7 @@ def _added(one: Holder, other: Holder) -> Holder:
     return replace(
         one,
         bytes=one.bytes + other.bytes,
-        away_bytes=one.away_bytes + other.away_bytes,
+        absent_bytes=one.absent_bytes + other.absent_bytes,
         count=one.count + other.count,
     )
 
@@ -251,8 +253,17 @@ def _sums(holders: Iterable[Holder], key: Callable[[Holder], str]) -> dict[str, 
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> list[str]:
+    """A table of at most so many columns of text (0: of any width): the longest texts lose their beginnings."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    while columns and 2 * len(widths) + sum(widths) > columns and max(widths) > LEAST_WIDTH:
+        widths[widths.index(max(widths))] -= 1
     return [
-        "  " + "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+        "  " + "  ".join(_end(text, w).ljust(w) for text, w in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
     ]
+
+
+def _end(text: str, width: int) -> str:
+    """The end of a name or of a path says more than its beginning."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

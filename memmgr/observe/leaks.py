@@ -32,8 +32,8 @@ class Leak:
 
     Attributes:
         bytes_per_pass: the mean growth.
-        held_bytes: bytes that the tensors of these passes have, resident or not.
-        away_bytes: of these, bytes that are evicted or offloaded.
+        bytes: bytes that the tensors of these passes have, resident or not.
+        absent_bytes: of these, bytes that are evicted or offloaded.
         since_pass: the first pass whose tensors still live, counted from 1.
         line: the line that made most of them; None: it is not known.
         ops: the ops that made them.
@@ -41,8 +41,8 @@ class Leak:
     """
 
     bytes_per_pass: float
-    held_bytes: int
-    away_bytes: int
+    bytes: int
+    absent_bytes: int
     since_pass: int
     line: SourceLine | None
     ops: tuple[str, ...]
@@ -53,10 +53,10 @@ class Leak:
         size = functools.partial(show_size, binary=binary)
         where = f"from {self.line}" if self.line else "from a line that is not known"
         made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")
-        away = f", {size(self.away_bytes)} of them evicted or offloaded" if self.away_bytes else ""
+        away = f", {size(self.absent_bytes)} of them evicted or offloaded" if self.absent_bytes else ""
         return (
             f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass} {where} ({made}); "
-            f"{size(self.held_bytes)} are held{away}"
+            f"{size(self.bytes)} so far{away}"
         )
 
 
@@ -151,8 +151,8 @@ class Leaks:
             leaks.append(
                 Leak(
                     bytes_per_pass=sum(g.rate for _, g, _ in each),
-                    held_bytes=sum(g.bytes - g.before for _, g, _ in each),
-                    away_bytes=sum(min(g.away, g.bytes - g.before) for _, g, _ in each),
+                    bytes=sum(g.bytes - g.before for _, g, _ in each),
+                    absent_bytes=sum(min(g.away, g.bytes - g.before) for _, g, _ in each),
                     since_pass=min(g.first for _, g, _ in each) - self._before + 1,
                     line=line,
                     ops=tuple(op for op, _, _ in each),

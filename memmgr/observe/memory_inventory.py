@@ -159,7 +159,7 @@ def model_states(
         for state in list(getattr(optimizer, "state", {}).values()):
             if isinstance(state, dict):
                 for value in _tensors_of(state):
-                    yield "optimizer state", optimizer, value
+                    yield "optimizer states", optimizer, value
 
 
 def _tensors_of(state: dict[Any, Any]) -> list[torch.Tensor]:

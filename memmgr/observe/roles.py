@@ -126,7 +126,7 @@ class Purposes:
         now = self._native.stats()
         held = now["resident_bytes.current"] + now["offloaded_now_bytes"]
         return held - sum(
-            now[f"{name}.{kind}"] for name in ("resident_bytes", "below_bytes") for kind in STATE_PURPOSES
+            now[f"{name}.{kind}"] for name in ("resident_bytes", "offloaded_bytes") for kind in STATE_PURPOSES
         ), held
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from memmgr.config.sizes import UNLIMITED, show_size
 
-from .advice import WORTH_SAYING, more_budget, states_change
+from .advice import WORTH_SAYING, advice, more_budget, states_change
 
 REMOVED = 0.8
 """The share of the recomputing and waiting that the budget of `more_budget` removes."""
@@ -50,8 +50,8 @@ class Losses:
     def text(self) -> str:
         """All of them in words."""
         return (
-            f"recomputing {self.recompute:.1%}, waiting {self.reads + self.room:.1%} (for reads {self.reads:.1%}, for room "
-            f"{self.room:.1%}), copies {self.copies:.1%} of the cores, per-op cost {self.per_op:.1%}"
+            f"recomputing {self.recompute:.1%}, waiting {self.reads:.1%} for reads and {self.room:.1%} for room, "
+            f"copies {self.copies:.1%} of the cores, per-op cost {self.per_op:.1%}"
         )
 
 
@@ -157,3 +157,14 @@ def is_slow(stats: Mapping[str, Any]) -> bool:
     found = losses(stats)
     fitted = int(stats["unmanaged_peak_bytes"]) <= int(stats["budget_bytes"])
     return not fitted and max(found.whole, found.copies) >= WORTH_SAYING
+
+
+def more_advice(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
+    """The advice that the summary of a run does not have yet.
+
+    Args:
+        stats: `memmgr.stats()`.
+        binary: sizes in powers of two.
+    """
+    found = advice(stats, binary=binary)
+    return found[:1] if is_slow(stats) else found  # the summary of a slow run has the change that would help most

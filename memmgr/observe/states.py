@@ -4,13 +4,11 @@ Computed from `memmgr.stats()` alone, so that a reader of the stream or of a log
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from memmgr.common.constants import Purpose
-from memmgr.config.sizes import show_size
 
 STATE_PURPOSES = tuple(purpose.name.lower() for purpose in Purpose if purpose)
 KINDS = (*STATE_PURPOSES, "other")
@@ -24,13 +22,13 @@ class Flow:
 
     Attributes:
         resident_bytes: on the device now.
-        below_bytes: offloaded now.
+        offloaded_bytes: offloaded now.
         moved_bytes: over the link, both ways, in a pass.
     """
 
     kind: str
     resident_bytes: int
-    below_bytes: int
+    offloaded_bytes: int
     moved_bytes: float
 
 
@@ -59,9 +57,9 @@ class Flows:
         return sum(flow.moved_bytes for flow in self.each if flow.kind in STATE_PURPOSES)
 
     @property
-    def states_below_bytes(self) -> int:
+    def states_offloaded_bytes(self) -> int:
         """Bytes of model states that are offloaded now."""
-        return sum(flow.below_bytes for flow in self.each if flow.kind in STATE_PURPOSES)
+        return sum(flow.offloaded_bytes for flow in self.each if flow.kind in STATE_PURPOSES)
 
 
 def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> Flows | None:
@@ -88,24 +86,9 @@ def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> F
         Flow(
             kind,
             int(stats[f"resident_bytes.{kind}"]),
-            int(stats[f"below_bytes.{kind}"]),
+            int(stats[f"offloaded_bytes.{kind}"]),
             max(0.0, grown(f"moved_bytes.{kind}")) / passes,
         )
         for kind in KINDS
     )
     return Flows(each, seconds, seconds * float(stats.get("link_bytes_per_second", 0.0)))
-
-
-def line(stats: Mapping[str, Any], *, binary: bool = False) -> list[str]:
-    """A line where model states were offloaded, else none."""
-    found = flows(stats)
-    if found is None or not found.states_moved_bytes:
-        return []
-    size = functools.partial(show_size, binary=binary)
-    parts = ", ".join(
-        f"{flow.kind.replace('_', ' ')} {size(flow.moved_bytes)}" for flow in found.each if flow.moved_bytes
-    )
-    return [
-        f"offloading moved {size(found.moved_bytes)} a pass ({parts}); one way at a time the link moves "
-        f"{size(found.link_bytes)} in that time"
-    ]

@@ -83,7 +83,7 @@ class PagerFigures:
             **self._rest(now),
             "budget_bytes": self._asked.limit_bytes,
             "resident_bytes.peak": max(arena["resident_peak_bytes"], passes.resident_peak),
-            "held_bytes.peak": self._held_peak,
+            "fixed_bytes.peak": self._held_peak,
             "floor_bytes": max(now["floor_bytes"], self._held_peak),
             "unmanaged_peak_bytes": max(arena["unmanaged_peak_bytes"], passes.unmanaged_peak),
             "prefetch_hits": now["reads_ahead"] - now["late_reads"],
@@ -112,7 +112,7 @@ class PagerFigures:
         """Resident and moved bytes of all tensors that are no model state."""
         whole = {
             "resident_bytes": now["resident_bytes.current"],
-            "below_bytes": now["offloaded_now_bytes"],
+            "offloaded_bytes": now["offloaded_now_bytes"],
             "moved_bytes": now["offload_bytes"] + now["reload_bytes"],
         }
         # The figures are read one after the other, and other threads move bytes in between.
@@ -164,7 +164,7 @@ class PagerFigures:
             "phase": "backward" if self._passes.in_backward else "forward",
             "budget_bytes": self._asked.limit_bytes,
             "resident_bytes": resident,
-            "saved_bytes": max(0, min(resident, now["resident_cell_bytes"] - now["escaped_bytes"])),
+            "evictable_bytes": max(0, min(resident, now["resident_cell_bytes"] - now["escaped_bytes"])),
             "evicted_bytes": evicted,
             "offloaded_bytes": offloaded,
             "unmanaged_bytes": resident + evicted + offloaded,

@@ -13,7 +13,6 @@ from typing import Any
 from memmgr.common.say import say
 from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 
-from . import states
 from .advice import fixed_memory, own_checkpointing
 
 says_next = True
@@ -104,15 +103,13 @@ def spread(ranks: list[dict[str, Any]], *, binary: bool = False) -> list[str]:
 
 
 def fixed(s: dict[str, Any], *, binary: bool = False) -> list[str]:
-    """Memory that counts and cannot leave since it is not torch's, in one line; none where it is less than a tenth of the budget.
+    """Fixed memory that counts though it is not torch's, in one line; none where it is less than a tenth of the budget.
 
     Args:
         s: `memmgr.stats()`.
     """
     parts = fixed_memory(s, s["budget_bytes"], binary=binary)
-    return (
-        [f"of the peak, tensors over memory that cannot leave: {parts}; `.clone()` makes one that can"] if parts else []
-    )
+    return [f"of the peak fixed: {parts}; `.clone()` of such a tensor can be evicted"] if parts else []
 
 
 def report(
@@ -131,8 +128,7 @@ def report(
         log: the telemetry's; None: there is none.
         more: further lines.
     """
-    lines = spread(ranks, binary=binary) + states.line(s, binary=binary) + own_checkpointing(s, binary=binary)
-    lines = [*fixed(s, binary=binary), *more, *lines]
+    lines = [*fixed(s, binary=binary), *more, *spread(ranks, binary=binary), *own_checkpointing(s, binary=binary)]
     global _next
     _next = next_command(log)
     say(_line(s, binary), *lines)

@@ -17,7 +17,6 @@ import hashlib
 import os
 import re
 import threading
-import warnings
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memmgr.common.constants import ARGUMENT_NUMBER, ARGUMENT_READ, ARGUMENT_WRITTEN
+from memmgr.common.say import warn
 
 if TYPE_CHECKING:
     from memmgr.native._pager import Pager
@@ -120,10 +120,9 @@ class PagedGraphs:
             self._known[id(code)] = code, why
             warned, self._warned = self._warned, self._warned or bool(why)
         if why and not warned:
-            warnings.warn(
-                f"memmgr: a compiled graph is not paged, so its inputs stay in memory until it returns: {why}",
+            warn(
+                f"a compiled graph is not paged, so its inputs stay in memory until it returns: {why}",
                 RuntimeWarning,
-                stacklevel=4,
             )
         return why
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memmgr.common.say import warn
 from memmgr.common.threads import join
 from memmgr.observe.ranks import where_in_job
 from memmgr.policies.trace import Trace, TraceError
@@ -74,7 +74,7 @@ class TraceFile:
             write_trace(self.path, trace, about if about["rank"] is not None else None)
         except OSError as error:
             self.error = error.strerror or str(error)
-            warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
+            warn(f"the trace was not written: {error}")
 
     def close(self) -> None:
         """Unregisters this object."""
@@ -161,6 +161,6 @@ class Periods:
         try:
             trace = self._plans.measured(repeats=repeats, modules=file.modules).trace
         except TraceError as error:
-            warnings.warn(f"memmgr: the pass is no trace: {error}", stacklevel=2)
+            warn(f"the pass is no trace: {error}")
         else:
             file.write(trace)

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import sys
-import warnings
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 
 from memmgr.common.constants import Order
 from memmgr.common.errors import RecomputeError
-from memmgr.common.say import say
+from memmgr.common.say import say, warn
 from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED
 from memmgr.distributed.job import Job
@@ -338,7 +337,7 @@ class PagerRuntime:
             *self.telemetry.complaints(),
             *self._ranker.complaints(),
         ):  # last: a warning may be an exception here, and everything is closed
-            warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
+            warn(text, RuntimeWarning)
 
     def process_ends(self) -> None:
         """At the end of the process: looks for the exception that has ended the program."""
@@ -388,7 +387,7 @@ class PagerRuntime:
     def _tell_leak(self) -> None:
         """Prints the largest leak once it holds a tenth of the budget: under a budget a leak does not fail, it gets slower."""
         for leak in self._leaks.found(self._lines.lines)[:1]:
-            if leak.held_bytes >= TOLD_LEAK * self.plans.limit_bytes:
+            if leak.bytes >= TOLD_LEAK * self.plans.limit_bytes:
                 self._told_leak = True
                 say(self._leak_text(leak))
 

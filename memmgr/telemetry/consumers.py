@@ -178,7 +178,7 @@ class Log(Consumer):
             self.interval_seconds = min(self.FIRST_SECONDS, max(self.LEAST_SECONDS, wanted))
         elif self._samples == self.HURRIED:
             self.interval_seconds = self.FIRST_SECONDS
-        self._saved = sample["saved_bytes"] + sample["evicted_bytes"] + sample["offloaded_bytes"]
+        self._saved = sample["evictable_bytes"] + sample["evicted_bytes"] + sample["offloaded_bytes"]
         higher = self._saved > self.GROWN * self._most_saved and self._cell_lines < self.MOST_CELL_LINES
         self.wants = frozenset({"cells"}) if higher else frozenset()
 

@@ -161,7 +161,7 @@ class Modules:
         Walks the models and optimizers that were seen at work, not the garbage collector's list: that would keep every
         tensor of the program alive for the time of the walk, and such tensors cannot be evicted.
         """
-        kinds = {"parameters": 0, "gradients": 0, "buffers": 0, "optimizer state": 0}
+        kinds = {"parameters": 0, "gradients": 0, "buffers": 0, "optimizer states": 0}
         modules: dict[str, int] = {}
         seen: set[int] = set()
         for key, root in list(self._roots.items()):

@@ -413,11 +413,11 @@ class Telemetry:
         shares: dict[str, list[int]] = {}
         for number, sums in watched["modules"].items():
             share = shares.setdefault(self.modules.name(number) or "?", [0, 0, 0])
-            for i, size in enumerate((sums["present"], sums["held"], sums["absent"])):
+            for i, size in enumerate((sums["resident"], sums["fixed"], sums["absent"])):
                 share[i] += size
         by_module = [
-            {"module": name, "present_bytes": present, "held_bytes": held, "gone_bytes": gone}
-            for name, (present, held, gone) in sorted(shares.items(), key=lambda item: -sum(item[1]))
+            {"module": name, "resident_bytes": resident, "fixed_bytes": fixed, "absent_bytes": absent}
+            for name, (resident, fixed, absent) in sorted(shares.items(), key=lambda item: -sum(item[1]))
         ]
         return {
             "type": "cells",
@@ -445,7 +445,7 @@ class Telemetry:
                 "module": holder.module,
                 "line": holder.where,
                 "bytes": holder.bytes,
-                "away_bytes": holder.away_bytes,
+                "absent_bytes": holder.absent_bytes,
                 "count": holder.count,
             }
             for holder in found.now[:MOST_HOLDERS]

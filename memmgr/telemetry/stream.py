@@ -12,7 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Counts up when a reader of the old format would misread the new one; new fields do not count."""
 
 _LONGEST = 100  # bytes of a socket's path that every system takes (Linux: 107)

@@ -109,7 +109,7 @@ def parse_policy(text: str) -> Policy:
             "fifo(N)", "off".
 
     Raises:
-        ValueError: unknown; the message has a name that is near, or lists the accepted ones.
+        ValueError: unknown; the message has a name that is near, or the usual ones.
     """
     tidy = re.sub(r"\s+", "", text).lower().replace("-", "_").replace("=", ":") if isinstance(text, str) else ""
     if tidy in POLICIES:
@@ -149,10 +149,5 @@ def _prefetcher(name: str) -> Prefetcher | None:
 
 def _unknown(text: object) -> ValueError:
     near = difflib.get_close_matches(str(text).lower(), [*POLICIES, *FILTERS], n=1, cutoff=0.7)
-    if near:
-        return ValueError(f"unknown policy {text!r}; did you mean {near[0]!r}?")
-    return ValueError(
-        f"unknown policy {text!r}. Accepted: one of {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}); "
-        f"FILTER+DIRECTOR, with director one of {', '.join(DIRECTORS)} (example: lru+offload); or pairs such as "
-        f"filter:dtr,director:offload,prefetch:off, with prefetch one of {', '.join(PREFETCHERS)}, fifoN"
-    )
+    instead = f"did you mean {near[0]!r}?" if near else "the usual ones are 'auto', 'evict' and 'offload';"
+    return ValueError(f"unknown policy {text!r}; {instead} `memmgr run --policy help` lists all")

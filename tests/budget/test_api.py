@@ -24,7 +24,7 @@ PROMISED = {
     "budget_bytes",
     "resident_bytes.current",
     "resident_bytes.peak",
-    "held_bytes.peak",
+    "fixed_bytes.peak",
     "floor_bytes",
     "unmanaged_peak_bytes",
     "evictions",

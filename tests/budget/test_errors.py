@@ -1,4 +1,4 @@
-"""The error when nothing more can leave: its type, its time and its text."""
+"""The error when nothing more can be evicted: its type, its time and its text."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(mon
     limit = bytes_already_there() + 4 * MB
     with memmgr.budget(limit, disk=False, quiet=True), monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(torch.Tensor, "device", property(device), raising=False)
-        with pytest.raises(memmgr.BudgetError, match="Held now"):
+        with pytest.raises(memmgr.BudgetError, match="Resident now"):
             held = [torch.randn(MB // 4) for _ in range(8)]
             held.clear()
     assert asked
@@ -285,9 +285,10 @@ def test_opening_says_the_same_in_the_same_words() -> None:
     for text, words in named.items():
         first, held, last = text.splitlines()
         assert re.search(
-            r"can't allocate memory.* memmgr: the budget of [\d.]+ MB is spent, and nothing more can leave\.", first
+            r"can't allocate memory.* memmgr: the budget of [\d.]+ MB is spent, and nothing more can be evicted\.",
+            first,
         )
-        assert re.match(r"Held now: .*\. Floor so far: [\d.]+ MB\.$", held)
+        assert re.match(r"Resident now: .*\. Floor so far: [\d.]+ MB\.$", held)
         assert re.match(words, last)
 
 
@@ -361,7 +362,7 @@ def test_a_full_disk_asks_for_more_disk(tmp_path: Path) -> None:
 def test_what_the_allocator_adds_is_taken_off_and_torchs_own_is_not() -> None:
     ours = (
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. memmgr: the budget of 3145728 bytes is spent: "
-        "2097152 bytes are in use and nothing more can leave. The disk tier failed: No space left on device."
+        "2097152 bytes are in use and nothing more can be evicted. The disk tier failed: No space left on device."
     )
     assert torchs_own_words(ours) == ours.partition(" memmgr")[0]
     assert failed_tier(ours) == ("disk", "No space left on device")

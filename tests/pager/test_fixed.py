@@ -120,7 +120,7 @@ def test_the_summary_names_memory_that_cannot_leave(capfd):
     with memmgr.budget(8 * EACH, device="cpu"):
         tensor = of_numpy()
         tensor.sum()
-    assert "tensors over memory that cannot leave: 1.05 MB of NumPy's or another library's" in capfd.readouterr().err
+    assert "of the peak fixed: 1.05 MB of NumPy's or another library's" in capfd.readouterr().err
 
 
 def test_an_error_names_memory_that_cannot_leave():
@@ -129,7 +129,7 @@ def test_an_error_names_memory_that_cannot_leave():
         tensor.sum()
         with pytest.raises(memmgr.BudgetError) as error:
             torch.empty(100 * FLOATS)
-        assert "that cannot leave: 1.05 MB of NumPy's or another library's." in " ".join(error.value.details)
+        assert "Fixed tensors: 1.05 MB of NumPy's or another library's." in " ".join(error.value.details)
 
 
 def test_a_view_from_before_the_budget_shares_the_bytes_in_it():

@@ -172,7 +172,7 @@ def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
     assert [link.tier for link in written.links] == ["disk"]
     with pytest.raises(ValueError, match="trace_pass: 0"):
         memmgr.budget(None, trace=tmp_path / "x", trace_pass=0)
-    with pytest.raises(ValueError, match=r"trace: .* is not a file in a folder that exists"):
+    with pytest.raises(ValueError, match=r"trace: the folder of .* does not exist"):
         memmgr.budget(None, trace=tmp_path / "no" / "x")
 
 

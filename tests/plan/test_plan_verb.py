@@ -346,7 +346,7 @@ def test_sequences_are_no_longer_than_a_model_that_learned_its_positions(
 def test_what_is_written_can_be(what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     nowhere = str(tmp_path / "no" / "x")
     for option in ("--trace", "--picture"):
-        assert f"{option}: '{nowhere}.svg' is not a file in a folder" in refused(
+        assert f"{option}: the folder of '{nowhere}.svg' does not exist" in refused(
             capsys, "--device", "t4", option, nowhere + ".svg", what
         )
     assert cli.main(["plan", "--device", "t4", "--trace", "/dev/full", what]) == 2

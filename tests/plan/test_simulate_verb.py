@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -112,6 +113,16 @@ def test_what_moves_states_is_in_the_table_of_a_cycle(tmp_path: Path, capsys: py
     assert json.loads(capsys.readouterr().out)["feasible"]
     assert simulate(*words, "--ratio", 0.4) == 0
     assert "does not fit below" in capsys.readouterr().out
+
+
+def test_where_no_plan_fits_the_smallest_budget_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Training(8).trace()
+    write_trace(tmp_path / "pass.trace", trace)
+    assert simulate(tmp_path / "pass.trace", "--ratio", "3%") == 0
+    named = re.search(r"does not fit below ([\d.]+) ([kMG]?B)", capsys.readouterr().out)
+    assert named is not None
+    assert simulate(tmp_path / "pass.trace", "--budget", f"{named[1]}{named[2]}", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["feasible"]
 
 
 def test_all_with_a_link_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,8 +368,8 @@ def test_a_system_that_is_almost_named(file: Path, capsys: pytest.CaptureFixture
         (("--sweep", "--picture", "curve.jpg"), "ends in neither .png nor .svg"),
         (("--sweep", "--schedule-out", "s"), "needs one budget"),
         (("--ratio", "0.5", "--picture", "curve.png"), "drawn of a --sweep"),
-        (("--sweep", "--picture", "/no/such/curve.png"), "not a file in a folder that exists"),
-        (("--ratio", "0.5", "--schedule-out", "/no/such/steps"), "not a file in a folder that exists"),
+        (("--sweep", "--picture", "/no/such/curve.png"), "does not exist"),
+        (("--ratio", "0.5", "--schedule-out", "/no/such/steps"), "does not exist"),
         (("--ratio", "0.5", "--schedule-out", "{log}"), "is what is read"),
     ],
 )
@@ -394,4 +405,4 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert simulate(file, "--sweep") == 0 and "100%" in capsys.readouterr().out
     assert simulate(file, "--sweep", "--picture", "curve.png") == 2
-    assert "pip install '.[demo]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib>=3.8'" in capsys.readouterr().err

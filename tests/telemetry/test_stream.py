@@ -93,12 +93,12 @@ def test_events_and_cells_name_their_op_and_module() -> None:
     assert cells["cells"] == sorted(cells["cells"], key=lambda c: -c["bytes"])
     blocks = ("first", "second", "more.0", "more.1")
     assert {c["module"] for c in cells["cells"]} <= {f"Net.{block}.{layer}" for block in blocks for layer in range(3)}
-    assert sum(m["present_bytes"] + m["gone_bytes"] for m in cells["modules"]) >= sum(
+    assert sum(m["resident_bytes"] + m["absent_bytes"] for m in cells["modules"]) >= sum(
         c["bytes"] for c in cells["cells"]
     )
     kinds, modules = holders
     parameters = sum(p.nbytes for p in model.parameters())
-    assert kinds["parameters"] == parameters and 2 * parameters <= kinds["optimizer state"] <= 2.1 * parameters
+    assert kinds["parameters"] == parameters and 2 * parameters <= kinds["optimizer states"] <= 2.1 * parameters
     assert modules["Net.first.0"] >= 4 * (64 * 256 + 256)
 
 

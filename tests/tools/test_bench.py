@@ -60,7 +60,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a bench of two models, in the memory that checkpointing takes."""
     out = tmp_path_factory.mktemp("bench") / "new"
-    words = ("--models", "GPT,ResNet", "--systems", "unmanaged,checkpoint,auto", "--budgets", "checkpoint", "--batch", "3")
+    words = (
+        "--models",
+        "GPT,ResNet",
+        "--systems",
+        "unmanaged,checkpoint,auto",
+        "--budgets",
+        "checkpoint",
+        "--batch",
+        "3",
+    )
     assert bench(out, *words) == 0
     return out
 

@@ -126,4 +126,4 @@ def test_what_fish_completes(scripts: Path) -> None:
 def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 2
-    assert "pip install '.[completion]'" in capsys.readouterr().err
+    assert "pip install 'shtab>=1.13'" in capsys.readouterr().err

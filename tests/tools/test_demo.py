@@ -175,7 +175,7 @@ def test_without_rich_and_matplotlib(
     monkeypatch.setattr(console, "_rich", lambda: False)
     monkeypatch.setattr(plot, "available", lambda: False)
     assert fake() == 0
-    assert "pip install '.[demo]'" in capsys.readouterr().out
+    assert "pip install 'matplotlib>=3.8'" in capsys.readouterr().out
 
 
 def test_the_budgets_are_shares_of_the_need(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -309,7 +309,7 @@ BAD = [
     ),
     (["--disk", "/no/such/folder", "train.py"], "not a folder"),
     (["--disk", "/proc", "train.py"], "--disk: no file can be made in '/proc'"),
-    (["--log", "no/such/run.jsonl", "train.py"], "not a file in a folder that exists"),
+    (["--log", "no/such/run.jsonl", "train.py"], "does not exist"),
     (["--host", "much", "train.py"], "--host"),
     (["--host", "80%", "train.py"], '--host: a percentage makes no sense here; expected "12GB"'),
     (["missing.py"], "cannot read missing.py: No such file or directory\n"),
@@ -501,7 +501,7 @@ def _stats(**changed: float) -> dict[str, Any]:
         "resident_bytes.peak": 10**9,
         "unmanaged_peak_bytes": 2 * 10**9,
         "floor_bytes": 5 * 10**8,
-        "held_bytes.peak": 10**8,
+        "fixed_bytes.peak": 10**8,
         "recompute_seconds": 1.0,
         "stall_seconds": 0.1,
         "wall_seconds": 10.0,
@@ -518,7 +518,7 @@ def test_what_the_summary_advises() -> None:
     assert "own checkpointing recomputes for 25 % of the time while 500 MB of the budget are never used" in own[0]
     assert not own_checkpointing(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
     assert any("faster --disk" in line for line in advice(_stats(stall_seconds=4.0)))
-    assert any("held by the program itself" in line for line in advice(_stats(**{"held_bytes.peak": 9 * 10**8})))
+    assert any("of the budget are fixed" in line for line in advice(_stats(**{"fixed_bytes.peak": 9 * 10**8})))
     assert advice(_stats(budget_bytes=2**64 - 1)) == [
         "with a budget of 2 GB or more nothing would have to leave; the floor (no smaller budget can work) is about 500 MB"
     ]

@@ -335,7 +335,7 @@ def test_the_picture(suffix: str, tmp_path: Path) -> None:
         text = path.read_text()
         for said in (
             "train.py",
-            "simulated",
+            "predicted",
             "below the bound",
             "measured",
             "proposal",

@@ -13,7 +13,7 @@ from typing import Any
 from memmgr.telemetry import stream
 
 BUDGET = 8_000_000
-STATES = ["free", "other", "saved", "held", "leaving", "hole"]
+STATES = ["free", "fixed", "evictable", "leaving", "hole"]
 
 
 def stats(**changed: float) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def stats(**changed: float) -> dict[str, Any]:
         "budget_bytes": BUDGET,
         "resident_bytes.current": 7_000_000,
         "resident_bytes.peak": BUDGET,
-        "held_bytes.peak": 1_000_000,
+        "fixed_bytes.peak": 1_000_000,
         "floor_bytes": 3_900_000,
         "unmanaged_peak_bytes": 12_000_000,
         "evictions": 60,
@@ -72,7 +72,7 @@ def sample(i: int, **changed: Any) -> dict[str, Any]:
         "phase": "forward" if at < 6 else "backward",
         "budget_bytes": BUDGET,
         "resident_bytes": 3_000_000 + saved,
-        "saved_bytes": saved,
+        "evictable_bytes": saved,
         "evicted_bytes": gone,
         "offloaded_bytes": 300_000 if gone else 0,
         "unmanaged_bytes": 3_000_000 + saved + gone,
@@ -86,9 +86,9 @@ def sample(i: int, **changed: Any) -> dict[str, Any]:
 def cell(size: int, **changed: Any) -> dict[str, Any]:
     found = {
         "bytes": size,
-        "state": "present",
+        "state": "resident",
         "copy": False,
-        "held": False,
+        "fixed": False,
         "handles": 1,
         "op_seconds": size * 1e-9,
         "age_seconds": 1e-3 * size / 1e6,
@@ -109,7 +109,7 @@ def cells() -> dict[str, Any]:
             cell(900_000, state="offloaded", op="aten.addmm.default", module="Net.first.0", recomputable=False),
             cell(
                 800_000,
-                held=True,
+                fixed=True,
                 op=None,
                 module="(optimizer states)",
                 name="exp_avg of blocks.0.weight",
@@ -119,8 +119,8 @@ def cells() -> dict[str, Any]:
             cell(600_000, state="evicted", age_seconds=70.0),
         ],
         "modules": [
-            {"module": "Net.first.1", "present_bytes": 2_000_000, "held_bytes": 0, "gone_bytes": 1_000_000},
-            {"module": "?", "present_bytes": 800_000, "held_bytes": 800_000, "gone_bytes": 0},
+            {"module": "Net.first.1", "resident_bytes": 2_000_000, "fixed_bytes": 0, "absent_bytes": 1_000_000},
+            {"module": "?", "resident_bytes": 800_000, "fixed_bytes": 800_000, "absent_bytes": 0},
         ],
     }
 
@@ -152,9 +152,9 @@ def event_lines() -> list[dict[str, Any]]:
 
 def lines(samples: int = 60, pid: int = 4242) -> list[dict[str, Any]]:
     """All of it, without an end."""
-    columns = [[0, 0, 0, 0, 0, 0] for _ in range(160)]
+    columns = [[0] * len(STATES) for _ in range(160)]
     for i, column in enumerate(columns):
-        column[STATES.index(("other", "saved", "free", "held", "leaving", "hole")[i // 8 % 6])] = 50_000
+        column[STATES.index(("fixed", "evictable", "free", "leaving", "hole")[i // 8 % 5])] = 50_000
     passes = {"type": "passes", "count": 20, "resident_peak_bytes": BUDGET, "unmanaged_peak_bytes": 12_000_000}
     return [
         hello(pid),
@@ -166,7 +166,7 @@ def lines(samples: int = 60, pid: int = 4242) -> list[dict[str, Any]]:
         {
             "type": "holders",
             "seconds": 20.0,
-            "kinds": {"parameters": 530_000, "gradients": 0, "buffers": 0, "optimizer state": 1_060_000},
+            "kinds": {"parameters": 530_000, "gradients": 0, "buffers": 0, "optimizer states": 1_060_000},
             "modules": {"Net.first.0": 131_000, "Net.first.2": 130_000},
         },
     ]

@@ -258,7 +258,7 @@ def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
         leaks.look()
         assert bool(leaks.found(lambda: [None])) == (i == PASSES)
     (leak,) = leaks.found(lambda: [None])
-    assert (leak.bytes_per_pass, leak.held_bytes, leak.line) == (100, 100 * PASSES, None)
+    assert (leak.bytes_per_pass, leak.bytes, leak.line) == (100, 100 * PASSES, None)
     assert "from a line that is not known (mm)" in leak.text()
     for _ in range(3):  # nothing is added any more
         pager.passes += 1

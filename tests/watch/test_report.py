@@ -86,10 +86,10 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "(waiting for room)",
         "exp_avg of blocks.0.weight",
         "train.py:41",
-        "Where the time went: recomputing 15.0%, waiting 5.0% (for reads 5.0%, for room 0.0%)",
+        "Where the time went: recomputing 15.0%, waiting 5.0% for reads and 0.0% for room",
         "2 events are in none of these sums",
-        "The largest tensors that may leave, at 20 s",
-        "not to be run again",
+        "The largest tensors, at 20 s",
+        "it has to be offloaded",
     ):
         assert piece in said, piece
     assert page.count["svg"] == 3 and page.count["polygon"] == 5 and page.count["table"] == 2
@@ -140,7 +140,7 @@ def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) ->
         "seconds": 3.0,
         "floor_bytes": 5_000_000,
         "enough_bytes": 6_000_000,
-        "held": {},
+        "resident": {},
         "modules": {},
     }
     log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), failed, {**lines.end(), "failed": True}])

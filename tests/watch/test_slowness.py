@@ -23,7 +23,7 @@ def test_shares_of_the_time_and_of_the_cores() -> None:
     assert (found.recompute, found.reads, found.room) == pytest.approx((0.15, 0.04, 0.01))
     assert (found.copies, found.per_op) == pytest.approx((0.02, 0.025))
     assert found.text == (
-        "recomputing 15.0%, waiting 5.0% (for reads 4.0%, for room 1.0%), copies 2.0% of the cores, per-op cost 2.5%"
+        "recomputing 15.0%, waiting 4.0% for reads and 1.0% for room, copies 2.0% of the cores, per-op cost 2.5%"
     )
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from memmgr.config.extras import pip_line
 from memmgr.tools import cli
 from memmgr.tools.verbs import top
 from watch import lines
@@ -236,7 +237,7 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], monkeypat
     with pytest.raises(SystemExit):
         cli.main(["top", "--serve=70000"])
     monkeypatch.setattr(top, "find_spec", lambda name: None)
-    assert "pip install '.[serve]'" in _fails(capsys, "--serve")
+    assert pip_line("serve") in _fails(capsys, "--serve")
 
 
 def test_a_port_that_is_taken(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def test_cells_are_sorted_and_filtered(order: str) -> None:
     assert any(part.startswith(first) for part in rows[0]), rows[0]
     assert [row[3] for row in text.cell_rows(watched, order, "FIRST.0")] == ["Net.first.0"]
     assert [row[0] for row in text.module_rows(watched, "first")] == ["Net.first.1", "Net.first.0"]
-    assert [row[0] for row in text.holder_rows(watched, "optim")] == ["optimizer state"]
+    assert [row[0] for row in text.state_rows(watched, "optim")] == ["optimizer states"]
     assert len(text.log_lines(watched, "no schedule")) == 1
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from memmgr.config.conf import check_file
 from memmgr.tools.common.usage_error import UsageError
 
 
@@ -24,8 +25,10 @@ def check_output(path: Path, option: str, read: Iterable[Path] = ()) -> None:
     Raises:
         UsageError: a folder, a file in no folder, or one of those that are read.
     """
-    if not path.name or path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"{option}: {str(path)!r} is not a file in a folder that exists")
+    try:
+        check_file(str(path), option)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if path.resolve() in [each.resolve() for each in read]:
         raise UsageError(f"{option}: {path} is what is read; name another file")
 

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from memmgr.config.sizes import show_seconds
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools.common.usage_error import UsageError
@@ -63,6 +65,7 @@ class Runner:
         self._folder = folder
         self._say = say
         self._runs = 0
+        self._plain_seconds = 0.0  # of the last run without memmgr
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -100,9 +103,11 @@ class Runner:
             UsageError: the script failed, or was too short.
         """
         self._say("runs without a budget")
+        begun = time.monotonic()
         result = self._run(replace(self._job, batch=batch, passes=max(passes, self._job.passes)))
         if len(result.seconds) < FEWEST:
             raise UsageError(self._why_none(result))
+        self._plain_seconds = time.monotonic() - begun
         return result
 
     def managed(self, budget: str, batch: Batch | None = None) -> Result:
@@ -113,7 +118,7 @@ class Runner:
         """Runs the script under a budget, then without one, which is appended to `plain`. The run is compared with the runs
         without memmgr before it and after it, since a machine is not always as fast.
         """
-        self._say(f"runs in {name}")
+        self._say(f"runs in {name}, and then without one: about {show_seconds(round(2 * self._plain_seconds) or 1)}")
         managed = self.managed(budget)
         if not managed.error:
             plain.append(self.plain(passes=len(managed.ends)))

@@ -164,7 +164,8 @@ def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> t
             break
         budget_bytes = round_up(curve.need_bytes * share // 100)
         predicted = curve.factor(share)
-        found = run(budget_bytes, f"{share} % of the need ({show_size(budget_bytes)})")
+        name = f"{share} % of the need, {show_size(budget_bytes)} (budget {step + 1} of at most {MOST_RUNS})"
+        found = run(budget_bytes, name)
         made = tried[share] = At(
             share,
             budget_bytes,

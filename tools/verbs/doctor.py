@@ -75,7 +75,7 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: that of memmgr.budget)")
+    parser.add_argument("--disk", metavar="FOLDER", help="the tier (default: that of memmgr.budget)")
     parser.add_argument("--quick", action="store_true", help="measure the disk with 64 MB instead of 512 MB")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--explain", type=Path, metavar="LOG", help="the last BudgetError of a run; nothing else")

@@ -298,7 +298,7 @@ def _show(found: Outlook, on: _On, took: float) -> None:
             print(f"           {show_size(found.fitting_budget_bytes)} ({share} % of the need) would")
         if found.tier_room_bytes is not None and found.tier_bytes > found.tier_room_bytes:
             print(
-                f"           {show_size(found.tier_bytes)} would be below, where {show_size(found.tier_room_bytes)} fit"
+                f"           {show_size(found.tier_bytes)} would be offloaded, where {show_size(found.tier_room_bytes)} fit"
             )
         return
     print(f"budget     {budget}: fits, {show_seconds(found.seconds)} a step, {found.overhead:.3f}x", end="")
@@ -311,10 +311,10 @@ def _show(found: Outlook, on: _On, took: float) -> None:
         for kind in dict.fromkeys((*found.written_bytes, *found.read_bytes, *found.remade_bytes))
     ]  # fmt: skip
     if rows:
-        table(["what leaves", "written", "read", "rematerialized"], rows)
+        table(["memory", "written", "read", "recomputed"], rows)
     if found.tier_bytes:
         room = f" of {show_size(found.tier_room_bytes)}" if found.tier_room_bytes is not None else ""
-        print(f"below      {show_size(found.tier_bytes)}{room} at most")
+        print(f"tier       {show_size(found.tier_bytes)}{room} at most")
     if found.half_overhead_budget_bytes is not None:
         print(f"half       of what the budget costs is gone at {show_size(found.half_overhead_budget_bytes)}")
     print(f"planned    {len(on.trace.ops):,} ops in {show_seconds(took)}")

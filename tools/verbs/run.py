@@ -330,21 +330,18 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
             "  " + command(args, disk_size=_round_up(below * local_ranks(), above=25)),
         ]
     if below:
-        return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
+        return ["the tier was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:
         # As in the error, whose budget has room to spare; a budget that is only the floor gets some.
         named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
         return ["the budget was too small. Next:", "  " + command(args, budget=named)]
-    if not stats and children_worked():
+    if not stats and (isinstance(error, KeyboardInterrupt) or children_worked()):
         return []  # a launcher: its child processes have printed the summary
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
-    from memmgr.observe.advice import advice
-    from memmgr.observe.slowness import is_slow
+    from memmgr.observe.slowness import more_advice
 
-    lines = advice(stats, binary=binary)
-    if is_slow(stats):
-        del lines[1:]  # the budget's own lines name the change that would help most
+    lines = more_advice(stats, binary=binary)
     changed = {}
     if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
         middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2

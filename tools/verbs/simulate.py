@@ -40,6 +40,7 @@ from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
+from memmgr.tools.common.outlook import fitting, outlook
 from memmgr.tools.common.outputs import check_output, quiet_output, write_whole
 from memmgr.tools.common.policy_option import Listed, listing
 from memmgr.tools.common.sweep import no_worse
@@ -59,11 +60,11 @@ of simulate alone:
   coop, tcontrol        DTR's successors: windows of addresses, locked tensors
   checkmate, moccasin   integer programs that choose which ops run again (scipy)
   rotor, rockmate       dynamic programs over chains of blocks
-  pofo                  the same with a tier below
+  pofo                  the same with a tier
   vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm   swap only, with a tier
   superneurons          convolutions to the tier, ops between them run again
   tsplit                from bottleneck to bottleneck, least time for each byte
-  zero_offload, zero_infinity, patrickstar, l2l           model states below"""
+  zero_offload, zero_infinity, patrickstar, l2l           model states are offloaded"""
 
 RULES = (
     "dtr_eq",
@@ -130,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="of --sweep or --job: the curves, a .png or .svg")
     simulate_job.add_arguments(parser)
-    parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
+    parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier, each way")
     parser.add_argument(
         "--solver-seconds", type=float, default=LIMIT_SECONDS.get(), metavar="S",
         help="time limit of the integer programs of a published system at a budget; default: %(default)s",
@@ -206,6 +207,8 @@ def _run(args: argparse.Namespace) -> int:
             _show(results)
         return 0
     result, steps = _simulate(trace, args.policy, ratio, budget, tier, bound)
+    if args.policy == "plan" and not result.feasible:
+        result = replace(result, least_bytes=fitting(trace, outlook(trace, budget, tier)[0], tier))
     if args.schedule_out and steps:
         _write(args.schedule_out, trace, steps)
     if args.json:

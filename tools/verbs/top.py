@@ -7,7 +7,7 @@
     memmgr top --json       the stream itself, a JSON object a line
     memmgr top --serve      the full screen in a browser on this machine
 
-Keys: 1-5 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
+Keys: 1-4 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
 
 A reader never slows the training down: lines that it is too slow to read are dropped and counted. Without the package
 `textual`, or on a terminal without UTF-8, the plain screen is repeated.

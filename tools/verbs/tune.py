@@ -166,7 +166,7 @@ def _draw(tuned: object, args: argparse.Namespace) -> None:
         sizes=[(size / need, name) for size, name in device_sizes(need)],
         limit=tuned.most,
     )
-    rows = [[plot.Point(at.share / 100, at.simulated, at.lower_bound, "simulated")] for at in tuned.curve]
+    rows = [[plot.Point(at.share / 100, at.simulated, at.lower_bound, "predicted")] for at in tuned.curve]
     name = args.script if args.module else Path(args.script).name
     title = f"{name}: {megabytes(need)} and {show_seconds(tuned.seconds)} a pass without a budget"
     plot.slowdown(rows, args.picture, title, marks)
@@ -200,7 +200,7 @@ def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
                 (note or bar).ljust(20),
             ]
         )
-    table(["of the need", "budget", "simulated", "bound", "measured", ""], rows)
+    table(["of the need", "budget", "predicted", "bound", "measured", ""], rows)
     for size, name in device_sizes(tuned.need_bytes):
         print(f"{100 * size / tuned.need_bytes:.0f} % of the need is the memory of {name}")
     if args.picture is not None:

@@ -9,7 +9,7 @@ from html import escape
 
 from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
-from memmgr.tools.view.run_state import LAYERS, Point, RunState
+from memmgr.tools.view.run_state import Point, RunState
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 340, 76, 8, 46, 16
 FLOOR = HEIGHT - BOTTOM
@@ -92,17 +92,17 @@ def _layers(found: Sequence[Column], axes: _Axes) -> list[str]:
         ]
         return f'<polygon class="{kind}" points="{" ".join(above + below[::-1])}"><title>{label}</title></polygon>'
 
-    other = [c.least[0] for c in found]
+    fixed = [c.least[0] for c in found]
     always = [c.least[RESIDENT] for c in found]
     there = [c.most[RESIDENT] for c in found]
     evicted = [max(c.most[2], c.most[RESIDENT]) for c in found]
     offloaded = [c.most[UNMANAGED] for c in found]
     return [
-        area("other", f"{LAYERS['other']}: always there", [0] * len(found), other),
-        area("saved", f"{LAYERS['saved']}: always there", other, always),
-        area("saved pale", "there at times", always, there),
-        area("evicted", f"{LAYERS['evicted']}, at its most", there, evicted),
-        area("offloaded", f"{LAYERS['offloaded']}, at its most", evicted, offloaded),
+        area("fixed", "fixed: always resident", [0] * len(found), fixed),
+        area("evictable", "evictable: always resident", fixed, always),
+        area("evictable pale", "resident at times", always, there),
+        area("evicted", "evicted, at its most", there, evicted),
+        area("offloaded", "offloaded, at its most", evicted, offloaded),
     ]
 
 

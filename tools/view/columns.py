@@ -19,7 +19,7 @@ AROUND = 12
 """So many samples of such passes show their lowest and highest values together."""
 
 Edges = tuple[int, ...]
-"""The upper edges of the layers, from below: other, may leave (the resident bytes end there), evicted, offloaded."""
+"""The upper edges of the layers, from below: fixed, evictable (the resident bytes end there), evicted, offloaded."""
 RESIDENT, UNMANAGED = 1, 3
 
 
@@ -79,9 +79,9 @@ def _raise_to_peaks(watched: RunState, times: Sequence[float], high: list[Edges]
         first = max(0, bisect_right(times, one.begin) - 1)
         last = min(len(high), max(first + 1, bisect_right(times, one.end)))
         at = max(range(min(first, len(high) - 1), last), key=lambda i: high[i][UNMANAGED])
-        other, resident, evicted, unmanaged = high[at]
+        fixed, resident, evicted, unmanaged = high[at]
         peak = max(unmanaged, one.unmanaged_peak_bytes)
-        high[at] = (other, max(resident, one.resident_peak_bytes), evicted if evicted < unmanaged else peak, peak)
+        high[at] = (fixed, max(resident, one.resident_peak_bytes), evicted if evicted < unmanaged else peak, peak)
 
 
 def ends_of_passes(points: Sequence[Point], most: int) -> tuple[int, Iterator[tuple[float, int]]]:

@@ -21,7 +21,7 @@ def explain(log: Path) -> str:
         raise UsageError(f"{log}: this run had no BudgetError")
     run, event = found[-1]
     lines = [str(event.get("error", event.get("text", ""))), "", *map(str, event.get("details", ()))]
-    lines += _table(run, "Held, by kind", event.get("held", {}))
+    lines += _table(run, "Resident, by kind", event.get("resident", {}))
     lines += _table(run, "Parameters and buffers, by module", event.get("modules", {}))
     floor, enough = int(event["floor_bytes"]), int(event.get("enough_bytes", event["floor_bytes"]))
     lines += ["", f"The smallest budget that would have worked so far is {run.size(floor)} ({floor:,} bytes)."]
@@ -29,6 +29,6 @@ def explain(log: Path) -> str:
     return "\n".join(lines).strip()
 
 
-def _table(run: RunState, title: str, held: dict[str, Any]) -> list[str]:
-    rows = sorted(((int(size), name) for name, size in held.items()), reverse=True)
+def _table(run: RunState, title: str, sizes: dict[str, Any]) -> list[str]:
+    rows = sorted(((int(size), name) for name, size in sizes.items()), reverse=True)
     return ["", f"{title}:", *(f"  {run.size(size):>10}  {name}" for size, name in rows)] if rows else []

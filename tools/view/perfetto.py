@@ -79,7 +79,7 @@ def _memory(watched: RunState) -> Iterator[Event]:
     for point in watched.points:
         yield _counter("resident", point.seconds, bytes=point.resident_bytes)
         yield _counter("absent", point.seconds, bytes=point.absent_bytes)
-        layers = dict(zip(LAYERS.values(), point.layers, strict=True))
+        layers = dict(zip(LAYERS, point.layers, strict=True))
         yield _counter("memory by layer", point.seconds, **layers)
         if f"moved_bytes.{KINDS[0]}" in point.counted:
             moved = {kind: point.figure(f"moved_bytes.{kind}") for kind in KINDS}

@@ -19,12 +19,19 @@ from memmgr.tools.view.run_state import LAYERS, RunState, clean, name_of, origin
 from memmgr.tools.view.top_text import state_of
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
+_LINK = "resident: on the device; offloaded: in the tier alone; moved: written to the tier and read back"
+_ABSENT = "evicted: dropped; offloaded: dropped, with a copy in the tier; recomputed, read back: restored in these ways"
+_CELLS = (
+    "references: of the program and of autograd; recomputing: the time of the op that made it (-: it has to be offloaded); "
+    "state: resident, clean (the tier has a copy), fixed (it cannot be evicted), evicted or offloaded"
+)
+_HOLDERS = "tensors of one origin are one row; absent: evicted or offloaded"
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #68707a; --line: #d9dde2; --page: #fff; --tile: #f4f6f8;
-  --other: #7d93b8; --saved: #3f9b6b; --evicted: #e2a3a0; --offloaded: #ecd08a; --recompute: #c8504b; --stall: #d8a12a;
+  --fixed: #7d93b8; --evictable: #3f9b6b; --evicted: #e2a3a0; --offloaded: #ecd08a; --recompute: #c8504b; --stall: #d8a12a;
   --parameters: #4a86c5; --gradients: #c98a3a; --optimizer_states: #8a6bb5; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa2ab; --line: #363c43; --page: #16191c;
-  --tile: #20252a; --other: #5b719a; --saved: #3b8c61; --evicted: #8a4a48; --offloaded: #8d7638; } }
+  --tile: #20252a; --fixed: #5b719a; --evictable: #3b8c61; --evicted: #8a4a48; --offloaded: #8d7638; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem; margin: 2rem auto;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
@@ -33,8 +40,8 @@ code { overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .tile { background: var(--tile); border-radius: .4rem; padding: .5rem .8rem; } .tile b { display: block; font-size: 1.2rem; }
 svg { width: 100%; height: auto; font-size: 12px; } .grid { stroke: var(--line); } .tick { fill: var(--soft); }
 .label { fill: var(--ink); } .budget { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 6 4; }
-.pass { stroke: var(--soft); } .pale { fill-opacity: .45; } i.pale { background: var(--saved); opacity: .45; }
-.other { fill: var(--other); } .saved { fill: var(--saved); } .evicted { fill: var(--evicted); }
+.pass { stroke: var(--soft); } .pale { fill-opacity: .45; } i.pale { background: var(--evictable); opacity: .45; }
+.fixed { fill: var(--fixed); } .evictable { fill: var(--evictable); } .evicted { fill: var(--evicted); }
 .offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
 .reload { fill: var(--offloaded); } .parameters { fill: var(--parameters); } .gradients { fill: var(--gradients); }
 .optimizer_states { fill: var(--optimizer_states); } .link { fill: var(--line); }
@@ -138,19 +145,19 @@ def _faults(watched: RunState) -> list[str]:
         if text.startswith(("budget error", "daemon error"))
     ]
     failed = int(watched.stats.get("tier_errors", 0))
-    return lines + ([f"the tier below failed {failed} times: look at the disk"] if failed else [])
+    return lines + ([f"the tier failed {failed} times: look at the disk"] if failed else [])
 
 
 def _key() -> str:
-    items = "".join(f'<span><i style="background: var(--{name})"></i>{label}</span>' for name, label in LAYERS.items())
+    items = "".join(f'<span><i style="background: var(--{name})"></i>{name}</span>' for name in LAYERS)
     return (
-        f'<p class="key soft">{items}<span><i class=pale></i>there at times: between the least and the most</span>'
-        "<span>What left is drawn at its most. Marks below: ends of passes.</span></p>"
+        f'<p class="key soft">{items}<span><i class=pale></i>resident at times: between the least and the most</span>'
+        "<span>Absent memory is drawn at its most. Marks below: ends of passes.</span></p>"
     )
 
 
 def _states(watched: RunState) -> Iterator[str]:
-    """Model states, where any have left."""
+    """Model states, where any have been offloaded."""
     found = watched.flows()
     if found is None or not found.states_moved_bytes:
         return
@@ -160,12 +167,12 @@ def _states(watched: RunState) -> Iterator[str]:
     yield bars(
         [("moved", moved), (f"the link in {took}, one way at a time", [("link", found.link_bytes)])], watched.size
     )
-    yield "<div class=box><table><tr><th>kind</th><th>resident in the end</th><th>below</th><th>moved a pass</th></tr>"
+    yield "<div class=box><table><tr><th>kind</th><th>resident in the end</th><th>offloaded</th><th>moved a pass</th></tr>"
     for flow in found.each:
         name = f'<i style="background: var(--{flow.kind})"></i>{flow.kind.replace("_", " ")}'
-        sizes = (flow.resident_bytes, flow.below_bytes, flow.moved_bytes)
+        sizes = (flow.resident_bytes, flow.offloaded_bytes, flow.moved_bytes)
         yield f"<tr><td class=key>{name}</td>{''.join(f'<td>{watched.size(size)}</td>' for size in sizes)}</tr>"
-    yield "</table></div>"
+    yield f"</table></div><p class=soft>{_LINK}</p>"
 
 
 def _time(watched: RunState) -> Iterator[str]:
@@ -178,7 +185,11 @@ def _time(watched: RunState) -> Iterator[str]:
         if drawn:
             yield f"<h3>{title}</h3>{drawn}"
             if key == "module":
-                names = (("recompute", "recomputed"), ("offloaded", "read back"), ("stall", "waited for room"))
+                names = (
+                    ("recompute", "recomputing"),
+                    ("offloaded", "waiting for reads"),
+                    ("stall", "waiting for room"),
+                )
                 items = "".join(f'<span><i style="background: var(--{c})"></i>{label}</span>' for c, label in names)
                 yield f'<p class="key soft">{items}</p>'
 
@@ -193,12 +204,12 @@ def _gone(watched: RunState) -> Iterator[str]:
         return
     found.sort(key=lambda row: -sum(row[1][:2]))
     passes = max(int(watched.stats["passes"]), 1)
-    yield "<h3>What left, by the module that made it (bytes a pass)</h3><div class=box><table><tr><th>module</th>"
+    yield "<h3>Evicted and offloaded, by the module that made it (bytes a pass)</h3><div class=box><table><tr><th>module</th>"
     yield "<th>evicted</th><th>offloaded</th><th>recomputed</th><th>read back</th></tr>"
     for name, sizes in found[:MOST_ROWS]:
         cells = "".join(f"<td>{watched.size(size / passes)}</td>" for size in sizes)
         yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
-    yield "</table></div>"
+    yield f"</table></div><p class=soft>{_ABSENT}</p>"
     if watched.unlisted:
         yield f"<p class=soft>{watched.unlisted:,} events are in none of these sums: too many ops and modules.</p>"
 
@@ -209,20 +220,20 @@ def _largest(watched: RunState) -> Iterator[str]:
     if not rows:
         return
     at = float(watched.cells.get("seconds", 0.0))
-    yield f"<h3>The largest tensors that may leave, at {show_seconds(at)} (the highest moment that was looked at)</h3>"
+    yield f"<h3>The largest tensors, at {show_seconds(at)} (the highest moment that was looked at)</h3>"
     yield "<div class=box><table>"
     yield (
-        "<tr><th>module</th><th>what</th><th>line</th><th>size</th><th>referred to</th><th>its op took</th>"
-        "<th>was then</th></tr>"
+        "<tr><th>module</th><th>what</th><th>line</th><th>size</th><th>references</th><th>recomputing</th>"
+        "<th>state</th></tr>"
     )
     for cell in rows:
         module = escape(name_of("module", cell.get("module")))
         op = escape(origin(cell.get("op"), cell.get("module"), cell.get("name")))
         line = escape(clean(str(cell.get("line") or "-")))
-        took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "not to be run again"
-        words = (module, op, line, watched.size(int(cell["bytes"])), f"{int(cell['handles'])} x", took)
+        took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "-"
+        words = (module, op, line, watched.size(int(cell["bytes"])), f"{int(cell['handles'])}", took)
         yield "<tr>" + "".join(f"<td>{word}</td>" for word in (*words, escape(state_of(cell)))) + "</tr>"
-    yield "</table></div>"
+    yield f"</table></div><p class=soft>{_CELLS}</p>"
 
 
 def _holders(watched: RunState) -> Iterator[str]:
@@ -230,15 +241,16 @@ def _holders(watched: RunState) -> Iterator[str]:
     found = watched.explained
     if not found:
         return
-    yield f"<h3>Who held the memory, at {show_seconds(float(found.get('seconds', 0.0)))}</h3><div class=box><table>"
-    yield "<tr><th>name</th><th>kind</th><th>module</th><th>line</th><th>tensors</th><th>size</th><th>of it away</th></tr>"
+    yield f"<h3>Who holds the memory, at {show_seconds(float(found.get('seconds', 0.0)))}</h3><div class=box><table>"
+    yield "<tr><th>name</th><th>kind</th><th>module</th><th>line</th><th>tensors</th><th>size</th><th>of it absent</th></tr>"
     for row in found["holders"][:MOST_ROWS]:
         words = "".join(
             f"<td>{escape(clean(str(row[key])))}</td>" for key in ("name", "kind", "module", "line", "count")
         )
-        sizes = "".join(f"<td>{watched.size(int(row[key]))}</td>" for key in ("bytes", "away_bytes"))
+        sizes = "".join(f"<td>{watched.size(int(row[key]))}</td>" for key in ("bytes", "absent_bytes"))
         yield f"<tr>{words}{sizes}</tr>"
-    yield "</table></div><h3>By the line that made it</h3><div class=box><table><tr><th>line</th><th>size</th></tr>"
+    yield f"</table></div><p class=soft>{_HOLDERS}</p>"
+    yield "<h3>By the line that made it</h3><div class=box><table><tr><th>line</th><th>size</th></tr>"
     for line, size in list(found["lines"].items())[:MOST_ROWS]:
         yield f"<tr><td>{escape(clean(line))}</td><td>{watched.size(int(size))}</td></tr>"
     yield "</table></div>"

@@ -17,17 +17,17 @@ from memmgr.observe.states import Flows, flows
 from memmgr.telemetry.stream import PROTOCOL
 from memmgr.tools.common.usage_error import UsageError
 
-LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}
-"""The layers of a moment's memory, from below: the stream's word, and its name in every picture."""
+LAYERS = ("fixed", "evictable", "evicted", "offloaded")
+"""The layers of a moment's memory, from below, by their names in every picture."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One sample. `saved` is part of `resident`; `evicted` and `offloaded` are elsewhere."""
+    """One sample. `evictable` is part of `resident`; `evicted` and `offloaded` are absent."""
 
     seconds: float
     resident_bytes: int
-    saved_bytes: int
+    evictable_bytes: int
     evicted_bytes: int
     offloaded_bytes: int
     budget_bytes: int
@@ -56,8 +56,8 @@ class Point:
     def layers(self) -> tuple[int, ...]:
         """The bytes of each of `LAYERS`; their sum is `unmanaged_bytes`."""
         return (
-            self.resident_bytes - self.saved_bytes,
-            self.saved_bytes,
+            self.resident_bytes - self.evictable_bytes,
+            self.evictable_bytes,
             self.evicted_bytes,
             self.offloaded_bytes,
         )
@@ -189,7 +189,7 @@ class RunState:
             Point(
                 float(line["seconds"]),
                 int(line["resident_bytes"]),
-                int(line["saved_bytes"]),
+                int(line["evictable_bytes"]),
                 int(line["evicted_bytes"]),
                 int(line["offloaded_bytes"]),
                 int(line["budget_bytes"]),

@@ -22,14 +22,14 @@ from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import Attached
 from memmgr.tools.view.run_state import RunState
 
-PANELS = ("modules", "cells", "states", "held", "events")
-SOURCES = {"cells": "cells", "modules": "cells", "held": "holders"}
+PANELS = ("modules", "cells", "states", "events")
+SOURCES = {"cells": "cells", "modules": "cells", "states": "holders"}
 """Whose line of the stream a panel shows: it may be older than the rest."""
 FOLLOW_SECONDS = 2.0
 HELP = """\
 [b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
 
-1 to 5    modules, cells, model states, what the program itself holds, events
+1 to 4    modules, cells (tensors' memory), model states, events
 tab       the next panel
 s         sort the cells by the next column: size, age, cost, module, op, state
 /         show only what contains a text; escape shows all again
@@ -39,12 +39,13 @@ up down   move in the table
 q         quit; the training goes on
 
 [b]Memory over time[/b]: the line is the budget, marks below are ends of passes.
-other = small tensors, workspaces, what cannot leave; may leave = the rest;
-at times = between the least and the most of a column, which is some samples;
-evicted = dropped, to be recomputed, offloaded = on the tier below: at most.
+fixed = cannot be evicted: small tensors, workspaces, those whose address is
+out, and in tables and the address space those of the op that runs;
+evictable = the other resident bytes; at times = between the least and the most
+of a column, which is some samples; evicted = dropped, to be recomputed, and
+offloaded = copied to the tier: at their most; absent = both of them.
 
-[b]Address space[/b]: held = cannot leave, an op uses it or its address is out;
-leaving = chosen to leave, or copied already.
+[b]Address space[/b]: leaving = chosen to be evicted, or copied already.
 
 What is older than 5 s says so: the process tells what it can afford to.
 Any key closes this."""
@@ -213,9 +214,7 @@ class TopApp(App[None]):
         elif self._panel == "modules":
             head, widths, rows = text.MODULE_HEAD, text.MODULE_WIDTHS, text.module_rows(watched, self._wanted)
         elif self._panel == "states":
-            head, widths, rows = text.STATE_HEAD, text.STATE_WIDTHS, text.state_rows(watched) or [text.NO_STATES]
-        elif self._panel == "held":
-            head, widths, rows = text.HOLDER_HEAD, text.HOLDER_WIDTHS, text.holder_rows(watched, self._wanted)
+            head, widths, rows = text.STATE_HEAD, text.STATE_WIDTHS, text.state_rows(watched, self._wanted)
         else:
             head, widths = ("when and what",), (78,)
             rows = [(line,) for line in reversed(text.log_lines(watched, self._wanted))]

@@ -15,7 +15,7 @@ from typing import Any
 
 from memmgr.config.sizes import UNLIMITED, show_seconds
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
-from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of, origin
+from memmgr.tools.view.run_state import Point, RunState, clean, name_of, origin
 
 Segment = tuple[str, str]
 """Text, and its style as rich writes styles."""
@@ -26,9 +26,8 @@ Line = list[Segment]
 class Glyphs:
     """The characters that a terminal can show."""
 
-    other: str
-    saved: str
-    held: str
+    fixed: str
+    evictable: str
     leaving: str
     evicted: str
     offloaded: str
@@ -40,21 +39,18 @@ class Glyphs:
     rest: str
 
 
-UNICODE = Glyphs("▓", "█", "▚", "▄", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
-ASCII = Glyphs("=", "#", "H", "~", ".", ":", "/", "+", "_", "-", "|", ">")
-NAMES = {**LAYERS, "times": "at times"}
-"""Names of layers in a legend; a layer without one has its own name."""
-MEMORY = ("other", "saved", "times", "evicted", "offloaded")
-SPACE = ("free", "other", "saved", "held", "leaving")
+UNICODE = Glyphs("▓", "█", "▄", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
+ASCII = Glyphs("=", "#", "~", ".", ":", "/", "+", "_", "-", "|", ">")
+MEMORY = ("fixed", "evictable", "times", "evicted", "offloaded")
+SPACE = ("free", "fixed", "evictable", "leaving")
 OLD_SECONDS = 5.0
 """Older figures are marked: they may be out of date."""
 
 SOFT = "grey46"
 """The colour of scales and free memory: readable on black and on white, which a terminal's own grey is not."""
 STYLES = {
-    "other": "blue",
-    "saved": "green",
-    "held": "magenta",
+    "fixed": "blue",
+    "evictable": "green",
     "leaving": "yellow",
     "evicted": "red",
     "offloaded": "dark_goldenrod",
@@ -134,8 +130,8 @@ def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"{'10 s' if watched.seen_for() else 'so far'}: {show_rate(*watched.rate())} recompute "
-        f"{recompute:.1%} stall {stall:.1%}  all: evict {watched.size(int(stats.get('evicted_bytes', 0)))} offload "
+        f"{'10 s' if watched.seen_for() else 'so far'}: {show_rate(*watched.rate())} recomputing "
+        f"{recompute:.1%} waiting {stall:.1%}  all: evicted {watched.size(int(stats.get('evicted_bytes', 0)))} offloaded "
         f"{watched.size(int(stats.get('offload_bytes', 0)))}"
     )
     planned = f" planned {int(stats.get('planned_passes', 0)):,}"
@@ -241,7 +237,7 @@ def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
     line: Line = []
     for name in names:
         where = f" ({tier})" if name == "offloaded" and tier else ""
-        line += [(getattr(glyphs, name), STYLES[name]), (f" {NAMES.get(name, name)}{where}  ", "")]
+        line += [(getattr(glyphs, name), STYLES[name]), (f" {'at times' if name == 'times' else name}{where}  ", "")]
     return line
 
 
@@ -257,7 +253,7 @@ def tier(watched: RunState) -> str:
 
 # -- the address space ----------------------------------------------------------------------------------------------
 
-_MAP_NAMES = ("free", "other", "saved", "held", "leaving", "hole")
+_MAP_NAMES = ("free", "fixed", "evictable", "leaving", "hole")
 
 
 def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
@@ -294,9 +290,9 @@ _ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def state_of(cell: dict[str, Any]) -> str:
     """A cell's state in one word."""
-    if cell["state"] != "present":
+    if cell["state"] != "resident":
         return str(cell["state"])
-    return "held" if cell["held"] else "clean" if cell["copy"] else "present"
+    return "fixed" if cell["fixed"] else "clean" if cell["copy"] else "resident"
 
 
 CELL_HEAD = ("size", "state", "what", "module", "age", "cost", "line")
@@ -312,7 +308,7 @@ def cell_columns(width: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[tuple[str, ...]]:
-    """The largest cells, which may leave unless they are held; `wanted` is looked for in every column."""
+    """The largest cells, which may be evicted unless they are fixed; `wanted` is looked for in every column."""
     try:
         cells = sorted(watched.cells.get("cells", []), key=_ORDERS[order])
         rows = [
@@ -332,23 +328,23 @@ def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[
     return [row for row in rows if not wanted or any(wanted.lower() in part.lower() for part in row)]
 
 
-MODULE_HEAD = ("module", "present", "held", "gone", "recompute", "stall")
-MODULE_WIDTHS = (33, 9, 9, 9, 9, 9)
+MODULE_HEAD = ("module", "resident", "fixed", "absent", "recomputing", "waiting")
+MODULE_WIDTHS = (29, 9, 9, 9, 11, 9)
 
 
 def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
-    """Evictable and absent bytes by the module that made them, and the cost of their absence."""
+    """Resident and absent bytes by the module that made them, and the cost of their absence."""
     shares: dict[str, list[int]] = {}
     for share in watched.cells.get("modules", []):
-        shares[name_of("module", share["module"])] = [share["present_bytes"], share["held_bytes"], share["gone_bytes"]]
+        shares[name_of("module", share["module"])] = [share[f"{state}_bytes"] for state in MODULE_HEAD[1:4]]
     seconds = dict(watched.by("module"))
     rows = []
     for name in sorted({*shares, *seconds}, key=lambda n: (-sum(shares.get(n, [0])), n)):
-        present, held, gone = shares.get(name, [0, 0, 0])
+        sizes = shares.get(name, [0, 0, 0])
         spent = seconds.get(name, {})
         row = (
             name,
-            *(watched.size(size) for size in (present, held, gone)),
+            *(watched.size(size) for size in sizes),
             *(
                 show_seconds(sum(spent[w].seconds for w in what if w in spent))
                 for what in (("recompute",), ("stall", "reload"))
@@ -359,40 +355,31 @@ def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
     return rows
 
 
-STATE_HEAD = ("model states", "resident", "below", "moved a pass")
-STATE_WIDTHS = (40, 10, 10, 14)
-NO_STATES = ("none has left", "", "", "")
+STATE_HEAD = ("model states", "bytes", "resident", "offloaded", "moved a pass")
+STATE_WIDTHS = (34, 10, 10, 10, 12)
 
 
-def state_rows(watched: RunState) -> list[tuple[str, ...]]:
-    """For each kind of model state: its bytes by place and the bytes moved per pass, beside the link's capacity in that
-    time. Empty if no state has been evicted.
+def state_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
+    """Model states: the bytes of each kind, by place, and the bytes moved per pass; the link's capacity in that time; the bytes
+    of each module's states.
     """
     found = watched.flows()
-    if found is None or not (found.states_moved_bytes or found.states_below_bytes):
-        return []
-    rows = [
-        (
-            f.kind.replace("_", " "),
-            watched.size(f.resident_bytes),
-            watched.size(f.below_bytes),
-            watched.size(f.moved_bytes),
-        )
-        for f in found.each
+    flows = {flow.kind.replace("_", " "): flow for flow in found.each} if found is not None else {}
+    whole = watched.holders.get("kinds", {})  # of all memory; it is told later than the figures
+    rows: list[tuple[str, ...]] = []
+    for name in dict.fromkeys((*whole, *flows)):
+        flow = flows.get(name)
+        places = (flow.resident_bytes, flow.offloaded_bytes, flow.moved_bytes) if flow else (None,) * 3
+        sizes = (whole.get(name), *places)
+        rows.append((clean(name), *("" if size is None else watched.size(size) for size in sizes)))
+    if found is not None and found.states_moved_bytes:
+        link = f"the link in {show_seconds(found.pass_seconds)}, one way"
+        rows.append((link, "", "", "", watched.size(found.link_bytes)))
+    rows += [
+        (f"  {clean(name)}", watched.size(size), "", "", "")
+        for name, size in watched.holders.get("modules", {}).items()
     ]
-    took = f"the link meanwhile ({show_seconds(found.pass_seconds)} a pass)"
-    return [*rows, (took, "", "", watched.size(found.link_bytes))]
-
-
-HOLDER_HEAD = ("what the program itself holds", "bytes")
-HOLDER_WIDTHS = (50, 12)
-
-
-def holder_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
-    """Model states by kind, then by module."""
-    found = [(name, size) for name, size in watched.holders.get("kinds", {}).items()]
-    found += [(f"  {name}", size) for name, size in watched.holders.get("modules", {}).items()]
-    return [(clean(name), watched.size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
+    return [row for row in rows if wanted.lower() in row[0].lower()]
 
 
 def log_lines(watched: RunState, wanted: str = "") -> list[str]:
@@ -425,8 +412,8 @@ def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Lin
         *strip(watched, width, 2, glyphs),
         [*legend(SPACE, glyphs), (age(watched, watched.map), STYLES["leaving"])],
     ]
-    states = state_rows(watched)
-    if states:
-        lines += table(STATE_HEAD, STATE_WIDTHS, states, glyphs)
+    found = watched.flows()
+    if found is not None and (found.states_moved_bytes or found.states_offloaded_bytes):
+        lines += table(STATE_HEAD, STATE_WIDTHS, state_rows(watched)[: len(found.each) + 2], glyphs)
     room = max(3, height - len(lines) - 1)
     return [*lines, *table(*cell_columns(width), cell_rows(watched)[: room - 1], glyphs)]

@@ -209,7 +209,7 @@ Figures py_stats() {
   for (size_t purpose = 1; purpose < kPurposes; ++purpose) {  // the rest is kOther
     const std::string name = Words<Purpose>::all[purpose];
     d.put(("resident_bytes." + name).c_str(), of[purpose].resident);
-    d.put(("below_bytes." + name).c_str(), of[purpose].below);
+    d.put(("offloaded_bytes." + name).c_str(), of[purpose].below);
     d.put(("moved_bytes." + name).c_str(), of[purpose].moved);
   }
   d.put("cells", cells);

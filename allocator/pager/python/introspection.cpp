@@ -53,7 +53,7 @@ FIELDS(EventList, "Events since the last call. `unlisted`: events that found no 
 struct WatchedCell {
   uint64_t bytes;
   std::string state;
-  bool copy, held;
+  bool copy, fixed;
   uint32_t handles;
   double op_seconds, age_seconds;
   bool recomputable;
@@ -65,16 +65,16 @@ struct WatchedCell {
 
 FIELDS(
     WatchedCell,
-    "A cell, as the stream has it. `state`: present, evicted or offloaded. `copy`: in the tier. `held`: it cannot be "
+    "A cell, as the stream has it. `state`: resident, evicted or offloaded. `copy`: in the tier. `fixed`: it cannot be "
     "evicted now. `handles`: references to its storage. `age_seconds`: since its last touch. `storage`: its address. "
     "`line`: the number of the source line that made it; 0: not recorded.",
-    bytes, state, copy, held, handles, op_seconds, age_seconds, recomputable, op, module, storage, line)
+    bytes, state, copy, fixed, handles, op_seconds, age_seconds, recomputable, op, module, storage, line)
 
 struct ModuleShare {
-  uint64_t present = 0, held = 0, absent = 0;
+  uint64_t resident = 0, fixed = 0, absent = 0;
 };
 
-FIELDS(ModuleShare, "Bytes of cells: resident, of these not evictable, and absent.", present, held, absent)
+FIELDS(ModuleShare, "Bytes of cells: resident, of these fixed, and absent.", resident, fixed, absent)
 
 struct WatchedCells {
   std::vector<WatchedCell> cells;
@@ -133,7 +133,7 @@ struct Strip {
 
 int add_piece(void* user, uint64_t offset, uint64_t bytes, int state) {
   auto* strip = static_cast<Strip*>(user);
-  Stretch what = state == 1 ? Stretch::kOther : state == 0 ? Stretch::kFree : Stretch::kHole;
+  Stretch what = state == 1 ? Stretch::kFixed : state == 0 ? Stretch::kFree : Stretch::kHole;
   if (state == 1) {
     const auto it = std::lower_bound(strip->marks.begin(), strip->marks.end(), std::make_pair(offset, Stretch{}));
     if (it != strip->marks.end() && it->first < offset + bytes) what = it->second;
@@ -142,7 +142,7 @@ int add_piece(void* user, uint64_t offset, uint64_t bytes, int state) {
   return 0;
 }
 
-bool is_held(const Cell* c) { return (c->state.load() & kPinMask) != 0 || c->escape != Escape::kNone; }
+bool is_fixed(const Cell* c) { return (c->state.load() & kPinMask) != 0 || c->escape != Escape::kNone; }
 
 // ---- Python ----
 
@@ -171,7 +171,7 @@ WatchedCells py_watch_cells(uint32_t limit) {
   struct Row {
     uint64_t bytes;
     const char* state;
-    bool copy, held, again;
+    bool copy, fixed, again;
     uint32_t references;
     double cost, age;
     const OpInfo* op;
@@ -186,18 +186,18 @@ WatchedCells py_watch_cells(uint32_t limit) {
     const Hold lock(graph_lock());
     for_each_cell_locked([&](Cell* c) {
       if (c->small) return;
-      const bool absent = c->state.load() & kAbsent, held = !absent && is_held(c);
+      const bool absent = c->state.load() & kAbsent, fixed = !absent && is_fixed(c);
       const Recipe* r = maker_of(c);
       const Origin origin = origin_of_locked(c);
       ModuleShare& share = watched_cells.modules[origin.module];
-      (absent ? share.absent : share.present) += c->nbytes;
-      if (held) share.held += c->nbytes;
+      (absent ? share.absent : share.resident) += c->nbytes;
+      if (fixed) share.fixed += c->nbytes;
       const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
       rows.push_back({c->nbytes,
-                      !absent                             ? "present"
+                      !absent                             ? "resident"
                       : c->absence == Absence::kOffloaded ? "offloaded"
                                                           : "evicted",
-                      c->slot >= 0, held, r && recipe_available_locked(r) && the_session.options.may_evict,
+                      c->slot >= 0, fixed, r && recipe_available_locked(r) && the_session.options.may_evict,
                       c->storage.use_count(), r ? seconds_of(r) : 0,
                       seconds_of_ticks(now > touched ? now - touched : 0), origin.op, origin.module,
                       reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()), c->birth.line});
@@ -208,7 +208,7 @@ WatchedCells py_watch_cells(uint32_t limit) {
                     [](const Row& a, const Row& b) { return a.bytes > b.bytes; });
   for (size_t i = 0; i < n; ++i) {
     const Row& r = rows[i];
-    watched_cells.cells.push_back({r.bytes, r.state, r.copy, r.held, r.references, r.cost, r.age, r.again,
+    watched_cells.cells.push_back({r.bytes, r.state, r.copy, r.fixed, r.references, r.cost, r.age, r.again,
                                    name_of(r.op), r.module, r.storage, r.line});
   }
   return watched_cells;
@@ -224,9 +224,9 @@ MemoryMap py_memory_map(uint32_t columns) {
       for_each_cell_locked([&](Cell* c) {
         const void* p = block_of(c);
         if (c->small || !c->resident() || !p || !mm_arena_owns(the_session.arena, p)) return;
-        const Stretch what = is_held(c)                          ? Stretch::kHeld
+        const Stretch what = is_fixed(c)                         ? Stretch::kFixed
                              : c->queued_at >= 0 || c->slot >= 0 ? Stretch::kLeaving
-                                                                 : Stretch::kMayLeave;
+                                                                 : Stretch::kEvictable;
         strip.marks.emplace_back(static_cast<uint64_t>(static_cast<const char*>(p) - base), what);
       });
     }

@@ -125,7 +125,7 @@ void throw_out_of_memory(Pool& pool, uint64_t request) {
   // memmgr/observe/error_text.py reads figures from these words.
   std::string text = pool.out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
                      std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
-                     " bytes are in use and nothing more can leave.";
+                     " bytes are in use and nothing more can be evicted.";
   {
     const Hold lock(session.error_lock);
     if (!session.tier_error.empty())
