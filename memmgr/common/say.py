@@ -9,8 +9,8 @@ import warnings
 from types import FrameType
 
 PREFIX = "memmgr: "
-_NOT_THE_PROGRAM = ("memmgr", "torch", "importlib", "runpy", "_frozen_importlib", "_frozen_importlib_external")
-"""Packages that are between the program's line and a warning."""
+_NOT_THE_PROGRAM = ("", "memmgr", "torch", "importlib", "runpy", "_frozen_importlib", "_frozen_importlib_external")
+"""Packages that are between the program's line and a warning; code that torch has generated has no name."""
 
 
 def say(*lines: str) -> None:
@@ -39,7 +39,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     else:
         names, place = frame.f_globals, frame.f_code.co_filename
         known = names.setdefault("__warningregistry__", {})
-        warnings.warn_explicit(PREFIX + text, category, place, frame.f_lineno, names.get("__name__"), known, names)
+        warnings.warn_explicit(PREFIX + text, category, place, frame.f_lineno, names.get("__name__"), known)
 
 
 def _wrapped(line: str) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _INTEGERS = frozenset(("int64_t", "long"))
 _NUMBERS = _INTEGERS | {"float", "double"}
 # How a kernel takes its arguments (`CppPythonBindingsCodeCache.suffix_template`). A release that has another way is not
-# paged before somebody has looked at it.
+# paged before somebody has looked at it: at `kernels_in` and `_letter` here, and at dispatch/launch.cpp and remat/replay.cpp.
 _BINDING = (
     "static_cast<T>(_torchinductor_pyobject_tensor_data_ptr(PyTuple_GET_ITEM(args, n)))",
     '{{"{entry_func}", {entry_func}_py, METH_VARARGS, ""}}',

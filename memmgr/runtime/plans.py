@@ -295,7 +295,7 @@ class Plans:
             self._tier,
             1 / rates["write_seconds_per_byte"],
             1 / rates["read_seconds_per_byte"],
-            0.0,
+            0.0,  # the latency is in the rates
             self._below_bytes or None,
             cpu,
         )

@@ -144,7 +144,7 @@ BAD_VARIABLES = [
     ({"MEMMGR_BUDGET": "12"}, "was 12GB meant"),
     ({"MEMMGR_BUDGET": ""}, "none"),
     ({"MEMMGR_BUDGET": "ned*0.6"}, "did you mean 'need*0.6'?"),
-    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "policy:best"}, "dtr"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "policy:best"}, "the usual ones are 'auto'"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr"}, "did you mean 'policy'?"),
     (
         {"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "zebra:1"},

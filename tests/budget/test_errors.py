@@ -64,7 +64,7 @@ def check_error(error: memmgr.BudgetError, limit: int) -> None:
     assert error.floor_bytes > limit, f"names {error.floor_bytes:,}, but {limit:,} did not work"
     assert error.enough_bytes >= error.floor_bytes
     assert re.findall(r"\((\d+) bytes\)", text) == [str(error.enough_bytes)], "one budget is named, and once"
-    for word in ("budget", "Held"):
+    for word in ("budget", "Resident"):
         assert word in text
 
 
@@ -352,7 +352,7 @@ def test_a_full_disk_asks_for_more_disk(tmp_path: Path) -> None:
             break
         except memmgr.BudgetError as error:
             text = str(error)
-            assert "the disk tier below it is full" in text and "More disk, not more budget" in text, text
+            assert "the disk tier is full" in text and "More disk, not more budget" in text, text
             assert error.tier_bytes > disk
             seen.append(error.tier_bytes)
             disk = int(1.25 * error.tier_bytes)

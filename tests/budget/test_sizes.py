@@ -233,7 +233,7 @@ def test_a_budget_of_more_than_there_is() -> None:
     said = pytest.warns(UserWarning, match="the budget of 1000 TB is more than this machine has")
     with said as caught, memmgr.budget("1000TB", quiet=True):
         pass
-    assert len(caught) == 1 and "nothing will leave" in str(caught[0].message)
+    assert len(caught) == 1 and "nothing is evicted before" in str(caught[0].message)
 
 
 def test_the_size_of_the_disk_alone() -> None:
@@ -269,7 +269,7 @@ def test_show_in_powers_of_two(size: int, text: str) -> None:
         ({"limit": "1GB", "host": "x"}, ("host", "12GB")),
         ({"limit": "1GB", "disk": "/nowhere/at/all"}, ("disk", "folder")),
         ({"limit": "1GB", "disk": ("/tmp", "8Mbit")}, ("disk", "unit")),
-        ({"limit": "1GB", "policy": "best"}, ("best", "dtr")),
+        ({"limit": "1GB", "policy": "best"}, ("best", "--policy help")),
     ],
 )
 def test_bad_arguments_are_found_before_anything_opens(options: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -192,7 +192,7 @@ def test_budgets_come_and_go(children: Any) -> None:
 
 def test_the_error_says_what_would_do(children: Any) -> None:
     seen = children("comes and goes")
-    assert "the host tier below it is full" in seen["full host"] and "host=, --host" in seen["full host"]
+    assert "the host tier is full" in seen["full host"] and "host=, --host" in seen["full host"]
     first, *rest = seen["error"].splitlines()
     assert first.startswith("Device out of memory. Tried to allocate ")
     assert "parameters" in rest[0] and "Linear" in rest[0]

@@ -153,7 +153,10 @@ READ = (
     Reason("error codes that the host compares with 0", "info", "_linalg_check_errors"),
 )
 
-ADDED_LATER = (
+WRITTEN_LATER: tuple[Reason, ...] = ()
+"""As `WRITTEN`, of ops that torch 2.13 does not have."""
+
+READ_LATER = (
     Reason(
         "factors of a scaled product that is added to its result: _scaled_mm_v2 accumulated (2.15)",
         "scale_a scale_b",
@@ -173,7 +176,7 @@ def _pairs(reasons: tuple[Reason, ...]) -> set[tuple[str, str]]:
 
 def known() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
     """(written, read): pairs of an op and an argument."""
-    return _pairs(WRITTEN), _pairs((*READ, *ADDED_LATER))
+    return _pairs((*WRITTEN, *WRITTEN_LATER)), _pairs((*READ, *READ_LATER))
 
 
 def is_write(argument: Any) -> bool:

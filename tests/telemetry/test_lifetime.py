@@ -409,7 +409,7 @@ def test_a_budget_error_is_in_the_log(tmp_path: Path) -> None:
     assert events[0]["floor_bytes"] == raised.value.floor_bytes and events[0]["resident"]["parameters"] > 0
     said = explain(log)
     assert said.startswith(str(raised.value)) and all(reason in said for reason in raised.value.details)
-    assert re.search(r"Held, by kind:\n(.*\n)*? +[\d.]+ \w?B  parameters\n", said), said
+    assert re.search(r"Resident, by kind:\n(.*\n)*? +[\d.]+ \w?B  parameters\n", said), said
     assert _lines(log)[-1]["failed"] is True
 
 

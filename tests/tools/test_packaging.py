@@ -150,7 +150,7 @@ FOLDERS = {
     "runtime": {"common", "config", "native", "readers", "observe", "telemetry", "distributed"},
     "api": {"common", "config", "native", "observe", "runtime"},
     "integrations": {"api", "common", "config", "observe"},
-    "": {"api", "config", "native", "readers"},
+    "": {"api", "common", "config", "native", "readers"},
 }
 """The folders of memmgr, and those that each imports: all of them stand above it. The last one is the package itself."""
 

@@ -520,7 +520,7 @@ def test_what_the_summary_advises() -> None:
     assert any("faster --disk" in line for line in advice(_stats(stall_seconds=4.0)))
     assert any("of the budget are fixed" in line for line in advice(_stats(**{"fixed_bytes.peak": 9 * 10**8})))
     assert advice(_stats(budget_bytes=2**64 - 1)) == [
-        "with a budget of 2 GB or more nothing would have to leave; the floor (no smaller budget can work) is about 500 MB"
+        "with a budget of 2 GB or more nothing would be evicted; the floor (no smaller budget can work) is about 500 MB"
     ]
     assert advice(_stats(unmanaged_peak_bytes=10**9))[0].startswith("everything fitted; the floor")
 

@@ -71,7 +71,7 @@ def test_counters_slices_and_marks(tmp_path: Path) -> None:
     assert [e["ts"] for e in resident[:3]] == [0, 500_000, 1_000_000] and resident[0]["args"] == {"bytes": 3_000_000}
     assert max(e["args"]["bytes"] for e in absent) == 1_300_000
     layers = named(events, "memory by layer")[5]["args"]
-    assert list(layers) == list(LAYERS.values()) and sum(layers.values()) == 3_000_000 + 6_300_000
+    assert list(layers) == list(LAYERS) and sum(layers.values()) == 3_000_000 + 6_300_000
     third, fourth = named(events, "pass 43")[0], named(events, "pass 44")[0]  # 40 are in lines without `each`
     assert (third["ts"], third["dur"]) == (1_000_000, 1_000_000) and third["args"]["unmanaged peak bytes"] == 200
     assert fourth["ts"] == 2_000_000 and len(named(events, "passes 41 to 42")) == 1

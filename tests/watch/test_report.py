@@ -114,7 +114,7 @@ def test_sizes_are_in_the_units_of_the_user(binary: bool, budget: str, tmp_path:
     for line in found:
         watched.feed(line)
     screen = top_text.plain(top_text.once(watched, 100, 40, top_text.UNICODE))
-    panels = (top_text.module_rows(watched), top_text.state_rows(watched), top_text.holder_rows(watched))
+    panels = (top_text.module_rows(watched), top_text.state_rows(watched))
     said = [text, screen, *(" ".join(row) for rows in panels for row in rows), *top_text.log_lines(watched)]
     assert f"budget {budget}" in text and f"budget {budget}" in screen
     units = set(re.findall(r"\d ([kKMG]i?B)\b", "\n".join(said)))
@@ -200,7 +200,7 @@ def test_bad_input_is_one_line_and_two(tmp_path: Path, what: str, capsys: pytest
         "here": (["."], "cannot read .: it is a folder"),
         "no log": ([str(tmp_path / "text.jsonl")], "is this a log of memmgr?"),
         "itself": ([str(good), "--out", str(good)], "is what is read"),
-        "nowhere": ([str(good), "--out", str(tmp_path / "no" / "x.html")], "in a folder that exists"),
+        "nowhere": ([str(good), "--out", str(tmp_path / "no" / "x.html")], "does not exist"),
     }[what]
     assert cli.main(["report", *words]) == 2
     err = capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_a_link_that_takes_longer_than_the_ops_hides_behind_more_tokens() -> Non
 
 def test_where_the_ops_take_longer_a_faster_link_is_named() -> None:
     said = advised(link_bytes_per_second=80.0 * MB)
-    assert "a tier below that is twice as fast (--disk" in said and "), about 20%" in said
+    assert "a tier that is twice as fast (--disk" in said and "), about 20%" in said
 
 
 def test_where_little_is_missing_a_larger_budget_is_named() -> None:

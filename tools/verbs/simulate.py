@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memmgr.config.did_you_mean import meant
-from memmgr.config.sizes import UNLIMITED, Need, Room, parse_budget, parse_share
+from memmgr.config.sizes import UNLIMITED, Need, Room, parse_budget, parse_share, round_up, show_size
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
 from memmgr.policies.plan.knee import knee
@@ -433,7 +433,7 @@ def _own_record(trace: Trace, step: Step) -> str:
 
 def _too_small(result: Result) -> str:
     if result.least_bytes > result.budget_bytes:
-        return f"does not fit below {megabytes(result.least_bytes)}"
+        return f"does not fit below {show_size(round_up(result.least_bytes))}"
     return "-" if result.why else "does not fit"
 
 

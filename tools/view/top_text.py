@@ -130,20 +130,28 @@ def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"{'10 s' if watched.seen_for() else 'so far'}: {show_rate(*watched.rate())} recomputing "
-        f"{recompute:.1%} waiting {stall:.1%}  all: evicted {watched.size(int(stats.get('evicted_bytes', 0)))} offloaded "
-        f"{watched.size(int(stats.get('offload_bytes', 0)))}"
+        f"{'10 s' if watched.seen_for() else 'so far'}: {show_rate(*watched.rate())} recomputing {_share(recompute)} "
+        f"waiting {_share(stall)}"
     )
-    planned = f" planned {int(stats.get('planned_passes', 0)):,}"
-    if stats.get("planned_passes") and len(text + planned) <= width:
-        text += planned
+    more = [
+        f"  all: evicted {watched.size(int(stats.get('evicted_bytes', 0)))}",
+        f" offloaded {watched.size(int(stats.get('offload_bytes', 0)))}",
+        f" planned {int(stats['planned_passes']):,}" if stats.get("planned_passes") else "",
+    ]
+    for part in more:  # as many as there is room for
+        text += part if len(text + part) <= width else ""
     style = "bold yellow" if recompute + stall > 0.25 else ""
-    return [(fit(_tight(text, width), width, glyphs), style)]
+    return [(fit(text, width, glyphs), style)]
+
+
+def _share(share: float) -> str:
+    """A percentage in few characters."""
+    return f"{share:.1%}" if share < 0.095 else f"{share:.0%}"
 
 
 def _tight(text: str, width: int) -> str:
     """With less between its parts where it would not fit."""
-    return text if len(text) <= width else text.replace(" all: ", " ").replace("  ", " ")
+    return text if len(text) <= width else text.replace("  ", " ")
 
 
 def show_rate(a_second: float, of: str) -> str:

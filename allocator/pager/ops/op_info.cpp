@@ -78,7 +78,7 @@ struct NamedOp {
   // backward (`retain_graph`) reads it again. cuDNN's batch norm gets its reserve as memory that it may write. cuDNN
   // and MIOpen advance the state of their dropout generator in place; torch keeps it in one tensor for each device and
   // passes it to each forward. oneDNN's quantized convolution adds to `qaccum` in place where that is channels_last,
-  // and returns it. Empty: none.
+  // and returns it. Such an argument takes the op's recipe away; a fact is not needed for that. Empty: none.
   std::string_view undeclared_write = {};
 };
 

@@ -160,18 +160,9 @@ class Input {
   void read_aside() {
     const OwnWork own;
     try {
-      if (pinned_->absence == Absence::kEvicted && pinned_->slot < 0) {
-        aside_ = rematerialize(pinned_);
-      } else {
-        aside_ = allocate_for(pinned_);
-        if (pinned_->absence == Absence::kPacked) {
-          mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
-        } else {
-          const int wrong = mm_tier_read_now(pinned_->pool->session.tier, pinned_->slot, aside_.get());
-          if (wrong < 0) pinned_->pool->throw_if_broken();
-          TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
-        }
-      }
+      Absence absence = pinned_->absence;
+      const bool evicted = absence == Absence::kEvicted && pinned_->slot < 0;
+      aside_ = evicted ? rematerialize(pinned_) : copy_back(pinned_, &absence);
       check_sum(pinned_, aside_.get());
     } catch (...) {
       end_move(pinned_, true);

@@ -24,14 +24,14 @@ namespace {
 // All that is said of bytes that do not match, and done about it.
 struct Restored {
   uint64_t nbytes = 0;
-  bool rematerialized = false;
-  const OpInfo* op = nullptr;   // the maker of the cell; null: not known
-  std::vector<Kind*> families;  // entries that its recipe and their chain rely on
+  Absence absence = Absence::kEvicted;  // the manner in which the bytes were absent
+  const OpInfo* op = nullptr;           // the maker of the cell; null: not known
+  std::vector<Kind*> families;          // entries that its recipe and their chain rely on
 };
 
 Restored restored(const Cell* c) {
-  Restored r{c->nbytes, c->absence == Absence::kEvicted, c->birth.op, {}};
-  if (!r.rematerialized) return r;
+  Restored r{c->nbytes, c->absence, c->birth.op, {}};
+  if (r.absence != Absence::kEvicted) return r;
   const Hold lock(graph_lock());
   const Recipe* recipe = c->version ? c->version->recipe : nullptr;
   if (recipe && recipe->checked) r.families = families_of_locked(recipe);
@@ -42,7 +42,9 @@ Restored restored(const Cell* c) {
   for (Kind* family : r.families) family->trust = Trust::kNo;
   throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                    "memmgr: " + std::to_string(r.nbytes) + " bytes came back other than they left (" +
-                       (r.rematerialized ? "rematerialized)" : "read back)") +
+                       (r.absence == Absence::kEvicted  ? "rematerialized)"
+                        : r.absence == Absence::kPacked ? "unpacked)"
+                                                        : "read back)") +
                        (r.op ? ", a result of " + r.op->name() : "") +
                        ". The run must not go on with them; please report this." +
                        (r.families.empty() ? "" : " With verify=True every op is tried in each of its sizes first."));

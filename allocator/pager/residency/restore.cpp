@@ -67,8 +67,7 @@ bool begin_restore(Cell* c) {
   }
 }
 
-// Unpacks the cell's bits, or reads its copy in the tier. If that fails, its recipe runs, and `absence` says so.
-static at::DataPtr copy_back(Cell* c, Absence* absence) {
+at::DataPtr copy_back(Cell* c, Absence* absence) {
   at::DataPtr bytes;
   {
     std::optional<FilledByTier> filled;

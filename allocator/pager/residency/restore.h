@@ -11,6 +11,9 @@ void restore_cell(Cell* c);
 // Does the same for a cell that no op needs at this moment: it may be evicted again at once. The caller holds its
 // storage.
 void fetch(Cell* c);
+// Returns the cell's bytes in memory of their own: unpacks its bits, or reads its copy in the tier. If that fails, its
+// recipe runs, and `absence` says so. The caller has the cell busy.
+at::DataPtr copy_back(Cell* c, Absence* absence);
 // Waits until no thread moves the cell. The caller has a pin. True: the cell was absent, and is busy for the caller
 // now. False: the cell is resident.
 bool begin_restore(Cell* c);
