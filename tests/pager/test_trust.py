@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -321,6 +322,24 @@ def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) ->
                 match=r"400000 bytes came back other than they left \(read back\), a result of aten::randn\.",
             ):
                 x + 1 if how == "an op" else native.pin([x])
+
+
+def test_an_input_that_only_a_storage_object_has_is_recomputed_where_its_read_fails() -> None:
+    """Such an input is made aside, for the op that runs again. The read that failed is counted."""
+    native = binding.load()
+    with memmgr.budget("1GB", quiet=True) as mm:
+        x = torch.randn(100_000) * 2
+        y = x.exp()
+        want = y.clone()
+        storage = x.untyped_storage()
+        assert native.take_away(x, 1) == native.take_away(y, 2) == x.nbytes
+        del x
+        native.tier_inject(read=errno.EIO)
+        assert torch.equal(y, want)
+        native.tier_inject()
+        stats = mm.stats()
+        del storage
+    assert stats["tier_errors"] == 1 and stats["recomputes"] >= 2 and stats["reloads"] == 0
 
 
 WRITTEN_AND_READ: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
