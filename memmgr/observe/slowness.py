@@ -12,6 +12,7 @@ from memmgr.config.sizes import UNLIMITED, show_size
 
 from .advice import WORTH_SAYING, advice, more_budget, states_change
 
+WHERE = "where the time went: "
 REMOVED = 0.8
 """The share of the recomputing and waiting that the budget of `more_budget` removes."""
 LIKELY = 0.1
@@ -140,7 +141,7 @@ def lines(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "") -
         binary: sizes in powers of two.
         reason: as in `unplanned`.
     """
-    parts = ["where the time went: " + losses(stats).text, unplanned(stats, reason)]
+    parts = [WHERE + losses(stats).text, unplanned(stats, reason)]
     change = best_change(stats, binary=binary)
     if change is not None:
         parts.append(f"what would help most: {change[0]}, about {change[1]:.0%} less time (an estimate)")

@@ -125,6 +125,13 @@ def cells() -> dict[str, Any]:
     }
 
 
+def explained() -> dict[str, Any]:
+    """The holders; a log has them after each line of cells."""
+    holder = {"kind": "optimizer state", "name": "exp_avg of blocks.0.weight", "module": "Net.blocks.0"}
+    holder |= {"line": "train.py:41", "bytes": 800_000, "absent_bytes": 300_000, "count": 1}
+    return {"type": "explained", "seconds": 20.0, "holders": [holder], "lines": {"train.py:41": 800_000}}
+
+
 def event_lines() -> list[dict[str, Any]]:
     def item(what: str, op: str | None, module: str | None, count: int, size: int, seconds: float) -> dict[str, Any]:
         return {"what": what, "op": op, "module": module, "count": count, "bytes": size, "seconds": seconds}
@@ -162,6 +169,7 @@ def lines(samples: int = 60, pid: int = 4242) -> list[dict[str, Any]]:
         *({**passes, "seconds": 5.0 * i, "forward_seconds": 3.0, "backward_seconds": 4.0} for i in (1, 2)),
         *event_lines(),
         cells(),
+        explained(),
         {"type": "map", "seconds": 20.0, "span_bytes": 8_000_000, "columns": columns},
         {
             "type": "holders",

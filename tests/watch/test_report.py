@@ -86,13 +86,13 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "(waiting for room)",
         "exp_avg of blocks.0.weight",
         "train.py:41",
-        "Where the time went: recomputing 15.0%, waiting 5.0% for reads and 0.0% for room",
+        "Recomputing 15.0%, waiting 5.0% for reads and 0.0% for room",
         "2 events are in none of these sums",
-        "The largest tensors, at 20 s",
-        "it has to be offloaded",
+        "Who holds the memory, at 20 s",
+        "300 kB",
     ):
         assert piece in said, piece
-    assert page.count["svg"] == 3 and page.count["polygon"] == 5 and page.count["table"] == 2
+    assert page.count["svg"] == 3 and page.count["polygon"] == 5 and page.count["table"] == 3
     assert not re.search(r"https?://|url\(|@import", text)
     assert not [word for word in page.words if "?" in word], "what is unknown is said in words"
     assert not re.search(r"\b0\.\d+ s\b", said), "under a second it is milliseconds"

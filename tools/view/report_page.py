@@ -9,22 +9,17 @@ from html import escape
 
 from memmgr.config.sizes import show_seconds
 from memmgr.observe.advice import changes, no_change, own_checkpointing
-from memmgr.observe.slowness import why_slow
+from memmgr.observe.slowness import WHERE, why_slow
 from memmgr.observe.summary import main_figures
 from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time
 from memmgr.tools.view.job import jobs, table
 from memmgr.tools.view.period import section
-from memmgr.tools.view.run_state import LAYERS, RunState, clean, name_of, origin
-from memmgr.tools.view.top_text import state_of
+from memmgr.tools.view.run_state import LAYERS, RunState, clean
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
 _LINK = "resident: on the device; offloaded: in the tier alone; moved: written to the tier and read back"
 _ABSENT = "evicted: dropped; offloaded: dropped, with a copy in the tier; recomputed, read back: restored in these ways"
-_CELLS = (
-    "references: of the program and of autograd; recomputing: the time of the op that made it (-: it has to be offloaded); "
-    "state: resident, clean (the tier has a copy), fixed (it cannot be evicted), evicted or offloaded"
-)
 _HOLDERS = "tensors of one origin are one row; absent: evicted or offloaded"
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #68707a; --line: #d9dde2; --page: #fff; --tile: #f4f6f8;
@@ -112,7 +107,6 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
     yield from _states(watched)
     yield from _time(watched)
     yield from _gone(watched)
-    yield from _largest(watched)
     yield from _holders(watched)
     yield from _plans(watched)
 
@@ -121,6 +115,7 @@ def _why(watched: RunState) -> str:
     """The first paragraph: the shares of the time and the change that would help most, in sentences."""
     reasons = [text.partition(": ")[2] for _, text in watched.plans if text.startswith(("no plan", "left plan"))]
     text = clean(why_slow(watched.stats, binary=watched.binary, reason=reasons[-1] if reasons else ""))
+    text = text.removeprefix(WHERE)
     return ". ".join(part[0].upper() + part[1:] for part in text.split("; ") if part) + "."
 
 
@@ -214,34 +209,13 @@ def _gone(watched: RunState) -> Iterator[str]:
         yield f"<p class=soft>{watched.unlisted:,} events are in none of these sums: too many ops and modules.</p>"
 
 
-def _largest(watched: RunState) -> Iterator[str]:
-    """The cells of the highest moment that the log has."""
-    rows = watched.cells.get("cells", [])[:MOST_ROWS]
-    if not rows:
-        return
-    at = float(watched.cells.get("seconds", 0.0))
-    yield f"<h3>The largest tensors, at {show_seconds(at)} (the highest moment that was looked at)</h3>"
-    yield "<div class=box><table>"
-    yield (
-        "<tr><th>module</th><th>what</th><th>line</th><th>size</th><th>references</th><th>recomputing</th>"
-        "<th>state</th></tr>"
-    )
-    for cell in rows:
-        module = escape(name_of("module", cell.get("module")))
-        op = escape(origin(cell.get("op"), cell.get("module"), cell.get("name")))
-        line = escape(clean(str(cell.get("line") or "-")))
-        took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "-"
-        words = (module, op, line, watched.size(int(cell["bytes"])), f"{int(cell['handles'])}", took)
-        yield "<tr>" + "".join(f"<td>{word}</td>" for word in (*words, escape(state_of(cell)))) + "</tr>"
-    yield f"</table></div><p class=soft>{_CELLS}</p>"
-
-
 def _holders(watched: RunState) -> Iterator[str]:
     """The holders of large tensors, and their source lines, at the highest moment that the log has."""
     found = watched.explained
     if not found:
         return
-    yield f"<h3>Who holds the memory, at {show_seconds(float(found.get('seconds', 0.0)))}</h3><div class=box><table>"
+    at = show_seconds(float(found.get("seconds", 0.0)))
+    yield f"<h3>Who holds the memory, at {at} (the highest moment that was looked at)</h3><div class=box><table>"
     yield "<tr><th>name</th><th>kind</th><th>module</th><th>line</th><th>tensors</th><th>size</th><th>of it absent</th></tr>"
     for row in found["holders"][:MOST_ROWS]:
         words = "".join(
