@@ -7,7 +7,7 @@ runs are torch's own. Otherwise memmgr is imported before CUDA is initialised, a
 
 Keys at the top: `model`, `tiny`, `batch`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that).
 `device` "simulated" is the tests' device with virtual time (simulated.py) in `tests`, a folder of a checkout: the models are the
-real ones, their kernels take their time and do nothing, `figures` is the table. All seconds of steps are virtual there.
+real ones, their kernels take their time and do nothing, `figures` is the table. All seconds of openings and steps are virtual.
 Keys of a run, all optional except `name`:
     budget: bytes, or null for none; `of_activations`: the budget is the fixed part + this share of the activations;
     `of_need`: this share of the need. Both need an earlier run with `"measure": true`.
@@ -58,7 +58,7 @@ TINY = SPEC.get("tiny", False)
 BEGUN = time.perf_counter()
 STEADY = 12
 """Steps between the last plan and the measured ones: two are noted, two map their sites, two may ask for another plan."""
-clock = time.perf_counter  # of steps; virtual in a simulation
+clock = time.perf_counter  # of openings and steps; virtual in a simulation
 simulation: Any = None
 
 
@@ -330,9 +330,9 @@ def budget(run: dict[str, Any]) -> Iterator[Any]:
         options.setdefault("host", SPEC.get("host", "6GiB"))
     if "log" in run:
         options["log"] = run["log"]
-    begun = time.perf_counter()
+    begun = clock()
     with memmgr.budget(limit, device=DEVICE, quiet=True, **options) as mm:
-        say(run=run["name"], event="opened", budget=limit, seconds=round(time.perf_counter() - begun, 3))
+        say(run=run["name"], event="opened", budget=limit, seconds=round(clock() - begun, 3))
         binding.load().leave_out(run.get("leave_out", 0))
         try:
             yield mm
@@ -548,7 +548,7 @@ def simulate() -> None:
 
         binding.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0)
         # Locked in the pieces of a GPU, and never touched.
-        load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
+        load_core().mm_test_lock_pieces(ctypes.c_uint64(0), ctypes.c_uint64(0), 0)
     figures = _sibling("figures", "gpu")
     table = figures.read(Path(SPEC.get("figures", figures.H100)))
     simulation = _sibling("simulated", "gpu").Simulation(handles.fake, table)
