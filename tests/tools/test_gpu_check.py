@@ -233,6 +233,14 @@ def test_verdicts_follow_the_figures() -> None:
     assert [found[name] for name in ("F1", "F2", "F4", "F13", "F21")] == [True, True, True, True, True]
     opened = [{"act": "a", "event": "opened", "run": "x", "budget": 9, "seconds": s} for s in (3.0, 0.2, 0.7)]
     assert verdicts(*opened[:2])["F5"] is False and verdicts(*opened)["F5"] is True
+    for busy, real in ((0.95, False), (0.85, True)):
+        limited = timing(
+            "quarter auto", DtoH={"seconds": 0.3 * busy}, HtoD={"seconds": 0.2}, kernel_seconds=0.1, step=0.3
+        )
+        limited["DtoH"]["under_kernels"] = limited["HtoD"]["under_kernels"] = 0.1
+        assert verdicts(plain, limited)["LINK"] is real
+        assert verdicts(plain, limited | {"kernel_seconds": 0.29})["LINK"] is None  # the kernels are the limit
+    assert verdicts(plain, timing("quarter auto"))["LINK"] is None  # there is no profile
     lost = {"act": "driver calls", "name": "blocks", "detail": {"kernel_wrong_words": 3}}
     assert verdicts(lost)["F16"] is True
 

@@ -58,6 +58,7 @@ TINY = SPEC.get("tiny", False)
 BEGUN = time.perf_counter()
 STEADY = 12
 """Steps between the last plan and the measured ones: two are noted, two map their sites, two may ask for another plan."""
+PROFILED = 2  # steps under the profiler
 clock = time.perf_counter  # of openings and steps; virtual in a simulation
 simulation: Any = None
 
@@ -496,13 +497,14 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
 
 
 def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
-    """Two steps under torch's profiler: kernels, copies, and how much of these lies under those; the trace goes to `path`."""
+    """Two steps under torch's profiler: the seconds of one step's kernels and copies, and how much of these lies under those; the
+    trace goes to `path`."""
     from torch.profiler import ProfilerActivity, profile
 
     worker = _sibling("worker")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        step()
+        for _ in range(PROFILED):
+            step()
         synchronize()
     copies: dict[str, list[tuple[float, float]]] = {"DtoH": [], "HtoD": []}
     kernels: list[tuple[float, float]] = []
@@ -517,14 +519,14 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
         elif "Memset" not in event.name:
             kernels.append(span)
     busy = worker.union(kernels)
-    found: dict[str, Any] = {"kernel_seconds": round(worker.length(busy), 5)}
+    found: dict[str, Any] = {"kernel_seconds": round(worker.length(busy) / PROFILED, 5)}
     for way, spans in copies.items():
         copying = worker.union(spans)
         hidden = sum(worker.within(busy, *span) for span in copying)
         found[way] = {
-            "seconds": round(worker.length(copying), 5),
-            "under_kernels": round(hidden, 5),
-            "count": len(spans),
+            "seconds": round(worker.length(copying) / PROFILED, 5),
+            "under_kernels": round(hidden / PROFILED, 5),
+            "count": len(spans) / PROFILED,
         }
     found["strips"] = worker.strips(
         {"kernels": busy, "to host": worker.union(copies["DtoH"]), "to GPU": worker.union(copies["HtoD"])}, columns=140
