@@ -200,6 +200,23 @@ def opening(host: str) -> dict[str, float]:
     return out
 
 
+def probes() -> dict[str, Any]:
+    """The seconds of each probe of the link that a budget makes, its rate in the stats, and the rate in the table."""
+    begin(1 << 14, hollow=True)
+    native, table = binding.load(), figures.read(figures.H100)
+    probe, seen = native.tier_probe, []
+
+    def noted(size: int) -> Any:
+        seen.append(probe(size))
+        return seen[-1]
+
+    native.tier_probe = noted  # type: ignore[method-assign]
+    with memmgr.budget("1GB", device=DEVICE, quiet=True, host="1GB") as mm:
+        rate = mm.stats()["link_bytes_per_second"]
+    seconds = [times["write"] + times["read"] for times in seen]
+    return {"seconds": seconds, "rate": rate, "table": 2 / (1 / table["out"] + 1 / table["in"])}
+
+
 def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:
     """Each model without memmgr, without a limit, and in its share of the need. Pages are small beside the tensors, and tensors
     stand for such that are `scale` times as large: pages of 2 MiB beside a need of 0.6 and 4 GB."""
