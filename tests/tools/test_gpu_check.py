@@ -200,6 +200,8 @@ def test_a_simulation_trains_in_virtual_time_and_says_so_first(
     assert none["simulated"]["kernels"] <= none["step"] * 1.001 and none["simulated"]["copies"] == 0
     assert half["per_step"]["offload_bytes"] > 0 and half["peak"] <= half["budget"] < results["unlimited"]["peak"]
     assert half["DtoH"]["seconds"] == pytest.approx(half["simulated"]["out_bytes"] / 54.9e9, rel=0.1)
+    assert 1e-5 < half["per_step"]["own_seconds"] < 1  # by the machine's clock
+    assert any("timing unet, half auto |" in line and " ms, not in the step | ideal" in line for line in lines)
     assert any("timing unet, half auto |" in line and "ideal" in line and "idle ms:" in line for line in lines)
     assert any(line.startswith("F1 ") for line in lines)
 

@@ -35,6 +35,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,8 +60,10 @@ BEGUN = time.perf_counter()
 STEADY = 12
 """Steps between the last plan and the measured ones: two are noted, two map their sites, two may ask for another plan."""
 PROFILED = 2  # steps under the profiler
+OWN_STEPS = 5  # of a simulation, in which the machine's clock runs: one op of 64 is measured
 clock = time.perf_counter  # of openings and steps; virtual in a simulation
 simulation: Any = None
+virtual_clock = 0  # the address of a simulation's clock
 
 
 def say(**fields: Any) -> None:
@@ -290,7 +293,7 @@ KEPT = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes clean_drops recomputes recompute_seconds "
     "rematerializations stall_seconds room_seconds reclaims reads_ahead late_reads write_backs planned_passes passes "
     "short_periods plans plan_seconds trials refused_kinds retries ops recorded_ops admission_waits copies_before_write "
-    "search_seconds"
+    "search_seconds own_seconds"
 ).split()
 
 
@@ -298,6 +301,21 @@ def plans_now(mm: Any) -> bool:
     """A plan is being made at this moment."""
     thread = getattr(getattr(mm._runtime, "plans", None), "_thread", None)
     return thread is not None and bool(thread.is_alive())
+
+
+def own_seconds(step: Callable[[], None], mm: Any) -> float:
+    """The seconds of a step in which memmgr itself computes for its ops, by the machine's clock: a simulation's stands still
+    meanwhile. The simulated driver's own work for memmgr's calls is in them. The run takes no other figure after it."""
+    from memmgr.native import binding
+
+    binding.load().read_clock(0)
+    sums = [float(mm.stats()["own_seconds"])]
+    for _ in range(OWN_STEPS):
+        step()
+        synchronize()
+        sums.append(float(mm.stats()["own_seconds"]))
+    binding.load().read_clock(virtual_clock)
+    return statistics.median(after - before for before, after in pairwise(sums))
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -491,6 +509,8 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
     out["first_losses"] = [float(value).hex() for value in losses[:3]]
     if run.get("digest", not most):  # after a number of steps that is the same in each run
         out["digest"] = digest(model, losses)
+    if SIMULATED and mm is not None:
+        out["per_step"]["own_seconds"] = round(own_seconds(step, mm), 6)
     if run.get("profile") and ON_GPU:
         out |= profiled(step, run["profile"])
     say(**out)
@@ -538,7 +558,7 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
 
 def simulate() -> None:
     """Makes the tests' device this process's accelerator."""
-    global simulation, clock
+    global simulation, clock, virtual_clock
     tests = Path(SPEC["tests"])
     sys.path.insert(0, str(tests))
     memory = 80 << 30
@@ -548,7 +568,8 @@ def simulate() -> None:
         from memmgr.native import binding
         from memmgr.native.build import load_core
 
-        binding.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0)
+        virtual_clock = ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0
+        binding.load().read_clock(virtual_clock)
         # Locked in the pieces of a GPU, and never touched.
         load_core().mm_test_lock_pieces(ctypes.c_uint64(0), ctypes.c_uint64(0), 0)
     figures = _sibling("figures", "gpu")

@@ -338,6 +338,8 @@ def run_text(f: Figures, line: Line) -> str:
         parts.append(f"planned {planned.get('overhead')}x")
     if seen := line.get("simulated"):
         idle = ", ".join(f"{why} {1e3 * seconds:.1f}" for why, seconds in seen["idle"].items()) or "never"
+        if per:
+            parts.append(f"own {1e3 * per['own_seconds']:.1f} ms, not in the step")
         parts += [
             f"ideal {1e3 * seen['ideal']:.1f} ms (kernels {1e3 * seen['kernels']:.1f})",
             f"overlap {seen['overlap'] or 0:.0%} link {seen['link_use']:.0%} lead {1e3 * seen['lead']:.1f} ms",
