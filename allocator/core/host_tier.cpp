@@ -492,6 +492,8 @@ void HostTier::Stats(mm_tier_stats* out) {
   PollLinks();
   *out = stats_;
   out->capacity_bytes = slab_.capacity_bytes();
+  out->lock_nanoseconds = slab_.lock_nanoseconds();
+  out->lock_wait_nanoseconds = slab_.lock_wait_nanoseconds();
 }
 
 void HostTier::Inject(int write_errno, int after_writes, int read_errno, int after_reads) {

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <new>
 #include <system_error>
@@ -72,6 +73,21 @@ class NoSignals {
   sigset_t before_;
 };
 
+// Adds the time that it lives to a sum.
+class SpentTime {
+ public:
+  explicit SpentTime(std::atomic<uint64_t>* sum) : sum_(sum) {}
+  ~SpentTime() {
+    *sum_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count();
+  }
+  SpentTime(const SpentTime&) = delete;
+  SpentTime& operator=(const SpentTime&) = delete;
+
+ private:
+  std::atomic<uint64_t>* const sum_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
 // 0 or an errno. The advice returns an error where a write would end the process.
 int Populate(char* from, uint64_t bytes) {
   while (madvise(from, bytes, MADV_POPULATE_WRITE) != 0) {
@@ -97,6 +113,7 @@ LockedMemory::LockedMemory(const mm_driver& driver, int ordinal, uint64_t capaci
       end_(capacity_bytes) {}
 
 bool LockedMemory::Open(std::string* wrong) {
+  const SpentTime locking(&lock_nanoseconds_), waiting(&lock_wait_nanoseconds_);
   uint64_t first = EndOf(0, first_bytes_);
   const auto cannot = [&](const std::string& why) {
     *wrong = "cannot page-lock " + std::to_string(first) + " bytes of host memory: " + why;
@@ -203,6 +220,7 @@ void LockedMemory::Give(uint64_t offset, uint64_t bytes) {
 }
 
 void LockedMemory::Await(uint64_t ticket) {
+  const SpentTime waiting(&lock_wait_nanoseconds_);
   Hold hold(mutex_);
   changed_.wait(hold, [&] { return jobs_done_ != ticket || !growing_; });
 }
@@ -308,6 +326,7 @@ void LockedMemory::Work() {
 
 // Without the lock.
 void LockedMemory::Run(Job* job) {
+  const SpentTime locking(&lock_nanoseconds_);
   // Page-locking has nothing to do with another thread's capture.
   const EnsureContext context(driver_, ordinal_);
   const RelaxedCapture relaxed(driver_);

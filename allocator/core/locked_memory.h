@@ -56,6 +56,9 @@ class LockedMemory {
 
   char* At(uint64_t offset) const { return base_ + offset; }
   uint64_t capacity_bytes() const { return capacity_bytes_.load(std::memory_order_relaxed); }
+  // The time in which memory was being locked, and the part of it in which Open and Await waited.
+  uint64_t lock_nanoseconds() const { return lock_nanoseconds_.load(std::memory_order_relaxed); }
+  uint64_t lock_wait_nanoseconds() const { return lock_wait_nanoseconds_.load(std::memory_order_relaxed); }
 
  private:
   using Hold = std::unique_lock<std::mutex>;
@@ -93,6 +96,8 @@ class LockedMemory {
   const uint64_t first_bytes_;
   const uint64_t piece_bytes_;
   std::atomic<uint64_t> capacity_bytes_;
+  std::atomic<uint64_t> lock_nanoseconds_{0};
+  std::atomic<uint64_t> lock_wait_nanoseconds_{0};
   void* reserved_ = nullptr;
   uint64_t reserved_bytes_ = 0;
   char* base_ = nullptr;

@@ -150,6 +150,12 @@ FIGURES: tuple[Figure, ...] = (
         "tier:cpu_nanoseconds",
     ),
     Figure(
+        "locking_seconds",
+        "counter",
+        "page-locking host memory for the tier: a little of it when the budget opens, the rest mostly in the background",
+        "tier:lock_nanoseconds",
+    ),
+    Figure(
         "lost_seconds",
         "counter",
         "time that interrupts and a virtual machine's host took from the processors: at most 2 ns for each byte that was copied, "

@@ -72,6 +72,7 @@ class TierStats(c.Structure):
         for name in (
             "capacity_bytes used_bytes used_peak_bytes file_bytes written_bytes read_bytes write_nanoseconds"
             " read_nanoseconds cpu_nanoseconds queued_write_bytes queued_read_bytes writes reads errors"
+            " lock_nanoseconds lock_wait_nanoseconds"
         ).split()
     ] + [("direct", c.c_int32)]
 

@@ -78,6 +78,21 @@ def test_opening_locks_little_of_twenty_gigabytes(core, driver: FakeDriver) -> N
     assert settled(threads) == before
 
 
+def test_the_time_of_locking_is_counted(small, driver: FakeDriver) -> None:
+    begun = time.monotonic()
+    bench = Tier(small, driver, capacity=6 * MIB)
+    opened = bench.tier.stats
+    assert 0 < opened.lock_wait_nanoseconds <= opened.lock_nanoseconds
+    locked(driver)
+    ahead = bench.tier.stats
+    assert ahead.lock_nanoseconds > ahead.lock_wait_nanoseconds == opened.lock_wait_nanoseconds
+    bench.park(6 * MIB, 1)  # waits for a piece of its own
+    last = bench.tier.stats
+    assert last.lock_wait_nanoseconds > ahead.lock_wait_nanoseconds
+    assert ahead.lock_nanoseconds < last.lock_nanoseconds < 1e9 * (time.monotonic() - begun)
+    bench.close()
+
+
 def test_only_the_next_piece_is_locked_ahead(small, driver: FakeDriver) -> None:
     bench = Tier(small, driver)
     assert locked(driver) == FIRST + PIECE

@@ -81,6 +81,18 @@ def test_engines_work_at_once_and_each_does_one_thing_at_a_time(timed: Timed) ->
     assert timed.finish(b) == 2 and timed.finish(e) == 3
 
 
+def test_the_first_large_copy_each_way_wakes_the_link(timed: Timed) -> None:
+    timed.driver.set_figure(b"first_copy", 3)
+    stream = timed.driver.stream()
+    for seconds, ends in ((0.5, 0.5), (1, 3.5), (1, 4.5)):  # the first one is too small
+        timed.out(stream, seconds)
+        assert timed.finish(stream) == ends
+    for ends in (7.5, 8.5):
+        timed.into(stream)
+        assert timed.finish(stream) == ends
+    timed.driver.set_figure(b"first_copy", 0)
+
+
 def test_an_engine_takes_what_is_ready_first(timed: Timed) -> None:
     """A copy that waits for a kernel does not hold up a later one of another stream."""
     compute, a, b, event = *(timed.driver.stream() for _ in range(3)), timed.driver.event()

@@ -18,6 +18,7 @@
 //   memory           bytes a second of the device's memory
 //   flops.DTYPE      operations a second
 //   out, in          bytes a second of the link; copy_latency: seconds on top
+//   first_copy       factor on the time of the first copy of a MiB or more, each way: it wakes the link
 //   pageable_out, pageable_in    the same of pageable memory
 //   host_alloc, host_register    seconds a byte
 //
@@ -31,8 +32,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace virtual_time {
@@ -41,6 +44,7 @@ enum Engine { kNone = 0, kCompute = 1, kOut = 2, kIn = 3, kHost = 4, kHostWaits 
 // Why a task did not begin earlier.
 enum Bound { kByHost = 0, kByWait = 1, kByStream = 2, kByEngine = 3 };
 constexpr double kUnknown = -1;
+constexpr uint64_t kWakingBytes = uint64_t{1} << 20;
 constexpr uint64_t kSolidBytes = 4096;  // copies and kernels of so few bytes are made in hollow mode, too
 
 struct Cost {
@@ -77,6 +81,7 @@ struct Time {
     now = 0;
     published = 0;
     std::fill(&engines_[0][0], &engines_[0][0] + kMostDevices * 4, 0.0);
+    std::fill(std::begin(woken_), std::end(woken_), false);
   }
 
   double Figure(const std::string& name) const {
@@ -133,7 +138,9 @@ struct Time {
   Cost OfCopy(enum Engine engine, uint64_t bytes) {
     if (engine == kCompute) return OfKernel(2 * bytes, "copy on the device");
     const double rate = Figure(engine == kOut ? "out" : "in");
-    return {engine, Figure("copy_latency") + (rate > 0 ? double(bytes) / rate : 0), 0, bytes,
+    const double seconds = Figure("copy_latency") + (rate > 0 ? double(bytes) / rate : 0);
+    const bool wakes = bytes >= kWakingBytes && !std::exchange(woken_[engine], true) && Figure("first_copy") > 0;
+    return {engine, seconds * (wakes ? Figure("first_copy") : 1), 0, bytes,
             Label(engine == kOut ? "copy out" : "copy in")};
   }
 
@@ -152,6 +159,7 @@ struct Time {
 
   static constexpr int kMostDevices = 8;
   double engines_[kMostDevices][4] = {};
+  bool woken_[4] = {};  // by engine, of all devices together
   std::map<std::string, int> numbers_{{"", 0}};
 };
 

@@ -86,6 +86,7 @@ def test_host_memory_is_page_locked_as_it_is_needed(children: Any) -> None:
         ranges, locked_bytes = run["locked"]
         assert ranges > 1, how
         assert locked_bytes <= 2 * run["tier_bytes.peak"] + (1 << 17), how
+        assert 0 < run["locking_seconds"] < run["wall_seconds"], how
 
 
 def test_policies_do_what_they_are_for(children: Any) -> None:

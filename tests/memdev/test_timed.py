@@ -1,4 +1,4 @@
-"""Planned steps in virtual time: how often they may call the driver, and how long they may take (first light, F1, F2, F7, F21)."""
+"""Planned steps in virtual time: how often they may call the driver, and how long they may take (first light, F1, F2, F5, F7, F12, F21)."""
 
 from __future__ import annotations
 
@@ -75,6 +75,20 @@ def test_a_step_without_a_limit_is_the_longer_of_kernels_and_host(name: str) -> 
     free = trained(name)["free"]
     assert free["step"] <= 1.02 * max(free["ideal"], free["host"])
     assert free["offload_bytes"] == free["evictions"] == free["maps"] == 0
+
+
+def test_a_budget_with_a_large_host_tier_opens_at_once() -> None:
+    """A thread locks the memory behind the first piece; all 20 GB take 1.1 s by h100.json. The link's probe is in it."""
+    seen = child.run("opening", module="memdev.timed", host="20GB")
+    assert 0 < seen["pieces"] <= 0.5
+    assert seen["whole"] > 1
+
+
+def test_the_rate_of_the_link_is_not_that_of_its_first_copies() -> None:
+    """A link that is asleep takes longer for the first copy each way (first light, F12)."""
+    seen = child.run("probes", module="memdev.timed")
+    assert seen["seconds"][0] > 2 * seen["seconds"][-1]
+    assert seen["rate"] == pytest.approx(seen["table"], rel=0.02)
 
 
 def test_code_that_is_bound_by_its_launches_pays_for_few_calls() -> None:

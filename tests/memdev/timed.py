@@ -187,6 +187,36 @@ def launch_bound(ops: int, steps: int = 3) -> dict[str, Any]:
     return out
 
 
+def opening(host: str) -> dict[str, float]:
+    """The virtual seconds until the first op of a budget: with the pieces of host memory that a GPU has locked, and with all
+    of it locked at once."""
+    _, simulation = begin(1 << 14, hollow=True, memory_bytes=1 << 34)
+    out: dict[str, float] = {}
+    for name, first in (("pieces", 0), ("whole", 1 << 40)):
+        load_core().mm_test_lock_pieces(ctypes.c_uint64(first), ctypes.c_uint64(0), 0)
+        begun = simulation.now()
+        with memmgr.budget("1GB", device=DEVICE, quiet=True, host=host):
+            out[name] = simulation.now() - begun
+    return out
+
+
+def probes() -> dict[str, Any]:
+    """The seconds of each probe of the link that a budget makes, its rate in the stats, and the rate in the table."""
+    begin(1 << 14, hollow=True)
+    native, table = binding.load(), figures.read(figures.H100)
+    probe, seen = native.tier_probe, []
+
+    def noted(size: int) -> Any:
+        seen.append(probe(size))
+        return seen[-1]
+
+    native.tier_probe = noted  # type: ignore[method-assign]
+    with memmgr.budget("1GB", device=DEVICE, quiet=True, host="1GB") as mm:
+        rate = mm.stats()["link_bytes_per_second"]
+    seconds = [times["write"] + times["read"] for times in seen]
+    return {"seconds": seconds, "rate": rate, "table": 2 / (1 / table["out"] + 1 / table["in"])}
+
+
 def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:
     """Each model without memmgr, without a limit, and in its share of the need. Pages are small beside the tensors, and tensors
     stand for such that are `scale` times as large: pages of 2 MiB beside a need of 0.6 and 4 GB."""

@@ -200,6 +200,8 @@ def test_a_simulation_trains_in_virtual_time_and_says_so_first(
     assert none["simulated"]["kernels"] <= none["step"] * 1.001 and none["simulated"]["copies"] == 0
     assert half["per_step"]["offload_bytes"] > 0 and half["peak"] <= half["budget"] < results["unlimited"]["peak"]
     assert half["DtoH"]["seconds"] == pytest.approx(half["simulated"]["out_bytes"] / 54.9e9, rel=0.1)
+    assert 1e-5 < half["per_step"]["own_seconds"] < 1  # by the machine's clock
+    assert any("timing unet, half auto |" in line and " ms, not in the step | ideal" in line for line in lines)
     assert any("timing unet, half auto |" in line and "ideal" in line and "idle ms:" in line for line in lines)
     assert any(line.startswith("F1 ") for line in lines)
 
@@ -233,6 +235,14 @@ def test_verdicts_follow_the_figures() -> None:
     assert [found[name] for name in ("F1", "F2", "F4", "F13", "F21")] == [True, True, True, True, True]
     opened = [{"act": "a", "event": "opened", "run": "x", "budget": 9, "seconds": s} for s in (3.0, 0.2, 0.7)]
     assert verdicts(*opened[:2])["F5"] is False and verdicts(*opened)["F5"] is True
+    for busy, real in ((0.95, False), (0.85, True)):
+        limited = timing(
+            "quarter auto", DtoH={"seconds": 0.3 * busy}, HtoD={"seconds": 0.2}, kernel_seconds=0.1, step=0.3
+        )
+        limited["DtoH"]["under_kernels"] = limited["HtoD"]["under_kernels"] = 0.1
+        assert verdicts(plain, limited)["LINK"] is real
+        assert verdicts(plain, limited | {"kernel_seconds": 0.29})["LINK"] is None  # the kernels are the limit
+    assert verdicts(plain, timing("quarter auto"))["LINK"] is None  # there is no profile
     lost = {"act": "driver calls", "name": "blocks", "detail": {"kernel_wrong_words": 3}}
     assert verdicts(lost)["F16"] is True
 

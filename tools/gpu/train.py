@@ -7,7 +7,7 @@ runs are torch's own. Otherwise memmgr is imported before CUDA is initialised, a
 
 Keys at the top: `model`, `tiny`, `batch`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that).
 `device` "simulated" is the tests' device with virtual time (simulated.py) in `tests`, a folder of a checkout: the models are the
-real ones, their kernels take their time and do nothing, `figures` is the table. All seconds of steps are virtual there.
+real ones, their kernels take their time and do nothing, `figures` is the table. All seconds of openings and steps are virtual.
 Keys of a run, all optional except `name`:
     budget: bytes, or null for none; `of_activations`: the budget is the fixed part + this share of the activations;
     `of_need`: this share of the need. Both need an earlier run with `"measure": true`.
@@ -35,6 +35,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,8 +59,11 @@ TINY = SPEC.get("tiny", False)
 BEGUN = time.perf_counter()
 STEADY = 12
 """Steps between the last plan and the measured ones: two are noted, two map their sites, two may ask for another plan."""
-clock = time.perf_counter  # of steps; virtual in a simulation
+PROFILED = 2  # steps under the profiler
+OWN_STEPS = 5  # of a simulation, in which the machine's clock runs: one op of 64 is measured
+clock = time.perf_counter  # of openings and steps; virtual in a simulation
 simulation: Any = None
+virtual_clock = 0  # the address of a simulation's clock
 
 
 def say(**fields: Any) -> None:
@@ -289,7 +293,7 @@ KEPT = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes clean_drops recomputes recompute_seconds "
     "rematerializations stall_seconds room_seconds reclaims reads_ahead late_reads write_backs planned_passes passes "
     "short_periods plans plan_seconds trials refused_kinds retries ops recorded_ops admission_waits copies_before_write "
-    "search_seconds"
+    "search_seconds own_seconds"
 ).split()
 
 
@@ -297,6 +301,21 @@ def plans_now(mm: Any) -> bool:
     """A plan is being made at this moment."""
     thread = getattr(getattr(mm._runtime, "plans", None), "_thread", None)
     return thread is not None and bool(thread.is_alive())
+
+
+def own_seconds(step: Callable[[], None], mm: Any) -> float:
+    """The seconds of a step in which memmgr itself computes for its ops, by the machine's clock: a simulation's stands still
+    meanwhile. The simulated driver's own work for memmgr's calls is in them. The run takes no other figure after it."""
+    from memmgr.native import binding
+
+    binding.load().read_clock(0)
+    sums = [float(mm.stats()["own_seconds"])]
+    for _ in range(OWN_STEPS):
+        step()
+        synchronize()
+        sums.append(float(mm.stats()["own_seconds"]))
+    binding.load().read_clock(virtual_clock)
+    return statistics.median(after - before for before, after in pairwise(sums))
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -330,9 +349,9 @@ def budget(run: dict[str, Any]) -> Iterator[Any]:
         options.setdefault("host", SPEC.get("host", "6GiB"))
     if "log" in run:
         options["log"] = run["log"]
-    begun = time.perf_counter()
+    begun = clock()
     with memmgr.budget(limit, device=DEVICE, quiet=True, **options) as mm:
-        say(run=run["name"], event="opened", budget=limit, seconds=round(time.perf_counter() - begun, 3))
+        say(run=run["name"], event="opened", budget=limit, seconds=round(clock() - begun, 3))
         binding.load().leave_out(run.get("leave_out", 0))
         try:
             yield mm
@@ -490,19 +509,22 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
     out["first_losses"] = [float(value).hex() for value in losses[:3]]
     if run.get("digest", not most):  # after a number of steps that is the same in each run
         out["digest"] = digest(model, losses)
+    if SIMULATED and mm is not None:
+        out["per_step"]["own_seconds"] = round(own_seconds(step, mm), 6)
     if run.get("profile") and ON_GPU:
         out |= profiled(step, run["profile"])
     say(**out)
 
 
 def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
-    """Two steps under torch's profiler: kernels, copies, and how much of these lies under those; the trace goes to `path`."""
+    """Two steps under torch's profiler: the seconds of one step's kernels and copies, and how much of these lies under those; the
+    trace goes to `path`."""
     from torch.profiler import ProfilerActivity, profile
 
     worker = _sibling("worker")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        step()
+        for _ in range(PROFILED):
+            step()
         synchronize()
     copies: dict[str, list[tuple[float, float]]] = {"DtoH": [], "HtoD": []}
     kernels: list[tuple[float, float]] = []
@@ -517,14 +539,14 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
         elif "Memset" not in event.name:
             kernels.append(span)
     busy = worker.union(kernels)
-    found: dict[str, Any] = {"kernel_seconds": round(worker.length(busy), 5)}
+    found: dict[str, Any] = {"kernel_seconds": round(worker.length(busy) / PROFILED, 5)}
     for way, spans in copies.items():
         copying = worker.union(spans)
         hidden = sum(worker.within(busy, *span) for span in copying)
         found[way] = {
-            "seconds": round(worker.length(copying), 5),
-            "under_kernels": round(hidden, 5),
-            "count": len(spans),
+            "seconds": round(worker.length(copying) / PROFILED, 5),
+            "under_kernels": round(hidden / PROFILED, 5),
+            "count": len(spans) / PROFILED,
         }
     found["strips"] = worker.strips(
         {"kernels": busy, "to host": worker.union(copies["DtoH"]), "to GPU": worker.union(copies["HtoD"])}, columns=140
@@ -536,7 +558,7 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
 
 def simulate() -> None:
     """Makes the tests' device this process's accelerator."""
-    global simulation, clock
+    global simulation, clock, virtual_clock
     tests = Path(SPEC["tests"])
     sys.path.insert(0, str(tests))
     memory = 80 << 30
@@ -546,9 +568,10 @@ def simulate() -> None:
         from memmgr.native import binding
         from memmgr.native.build import load_core
 
-        binding.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0)
+        virtual_clock = ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0
+        binding.load().read_clock(virtual_clock)
         # Locked in the pieces of a GPU, and never touched.
-        load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
+        load_core().mm_test_lock_pieces(ctypes.c_uint64(0), ctypes.c_uint64(0), 0)
     figures = _sibling("figures", "gpu")
     table = figures.read(Path(SPEC.get("figures", figures.H100)))
     simulation = _sibling("simulated", "gpu").Simulation(handles.fake, table)

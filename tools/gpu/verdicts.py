@@ -3,19 +3,22 @@
 The F-numbers are of a reading of the device path before its first GPU: F1 copies and compute one after the other, F2 page
 traffic, F3 checksums through pageable memory, F4 plans from launch times, F5 page-locking at opening, F6 acts that are cut,
 F7 polling, F8 trials that wait, F9 the native pool, F10 state that cuDNN writes unseen, F12 a cold probe of the link, F13
-steps beside the planner, F16 mapping beside kernels, F21 page ends above the budget.
+steps beside the planner, F16 mapping beside kernels, F21 page ends above the budget. LINK is of none: a link that rests in steps
+whose copies take longer than their kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Line = dict[str, Any]
 MIB = 1 << 20
 NVML_SHARE, NVML_BYTES = 1.05, 64 * MIB
 """Memory that NVML may see above the budget: pages of the driver's own, and of libraries that load late."""
+
+LINK_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,20 @@ def overlap(f: Figures) -> Verdict:
             share = sum(way["under_kernels"] for way in ways) / sum(min(way["seconds"], kernels) for way in ways)
             found.append((1 - share, f"{share:.0%} of the copies under kernels", where(line)))
     return worst("F1", ">= 90 % under kernels", found, 0.1)
+
+
+def link(f: Figures) -> Verdict:
+    """LINK: where the longer way of the copies takes longer than the kernels, its share of the step."""
+    found, profiles = [], 0
+    for line in f.timings("half", "quarter"):
+        ways = [line[way]["seconds"] for way in ("DtoH", "HtoD") if way in line]
+        kernels = line.get("kernel_seconds", 0)
+        profiles += bool(kernels and ways)
+        if kernels and ways and max(ways) > kernels and line["step"] > 0:
+            share = max(ways) / line["step"]
+            found.append((1 - share, f"{share:.0%} of the step", where(line)))
+    verdict = worst("LINK", "a link that is the limit copies in >= 90 % of a step", found, 1 - LINK_SHARE)
+    return verdict if found or not profiles else replace(verdict, seen=f"it is not the limit in any of {profiles} runs")
 
 
 def pages(f: Figures) -> Verdict:
@@ -251,6 +268,7 @@ def committed(f: Figures) -> Verdict:
 
 RISKS: tuple[Callable[[Figures], Verdict], ...] = (
     overlap, pages, checksums, predictions, opening, cut, polling, trials, native, unseen, probe, planner, faults, committed,
+    link,
 )  # fmt: skip
 
 
@@ -320,6 +338,8 @@ def run_text(f: Figures, line: Line) -> str:
         parts.append(f"planned {planned.get('overhead')}x")
     if seen := line.get("simulated"):
         idle = ", ".join(f"{why} {1e3 * seconds:.1f}" for why, seconds in seen["idle"].items()) or "never"
+        if per:
+            parts.append(f"own {1e3 * per['own_seconds']:.1f} ms, not in the step")
         parts += [
             f"ideal {1e3 * seen['ideal']:.1f} ms (kernels {1e3 * seen['kernels']:.1f})",
             f"overlap {seen['overlap'] or 0:.0%} link {seen['link_use']:.0%} lead {1e3 * seen['lead']:.1f} ms",

@@ -247,7 +247,9 @@ typedef struct {
   uint64_t writes;
   uint64_t reads;
   uint64_t errors;
-  int32_t direct;  // 1: O_DIRECT is in use
+  uint64_t lock_nanoseconds;       // host memory was being page-locked
+  uint64_t lock_wait_nanoseconds;  // of these, opening and writes waited
+  int32_t direct;                  // 1: O_DIRECT is in use
 } mm_tier_stats;
 
 // One file in `folder`, mode 0600, unlinked as soon as it is open. capacity 0: limited by the file system only.

@@ -60,6 +60,8 @@ Figures py_tier_stats() {
   d.put("read_bytes", t.read_bytes);
   d.put("errors", t.errors);
   d.put("cpu_nanoseconds", t.cpu_nanoseconds);
+  d.put("lock_nanoseconds", t.lock_nanoseconds);
+  d.put("lock_wait_nanoseconds", t.lock_wait_nanoseconds);
   d.put("direct", static_cast<uint64_t>(t.direct));
   return d;
 }
