@@ -14,7 +14,8 @@ Keys of a run, all optional except `name`:
     policy, placement, host, leave_out (pools/stream_rules.h: StreamRule), verify: of the budget.
     steps: measured steps; warm: steps before at least; settle: most steps until a plan is followed.
     digest: of parameters, buffers and losses; default where `settle` does not make the number of steps vary;
-    profile: a path for a trace of two steps.
+    profile: a path for a trace of two steps;
+    trace, trace_pass: a file for memmgr's trace of a pass, for link_bound.py in tools/bench/studies, and the number of the pass;
     method: of a plain run: "none", "checkpoint" or "save_on_cpu".
 """
 
@@ -347,8 +348,7 @@ def budget(run: dict[str, Any]) -> Iterator[Any]:
         options["_placement"] = run["placement"]
     if limit is not None:
         options.setdefault("host", SPEC.get("host", "6GiB"))
-    if "log" in run:
-        options["log"] = run["log"]
+    options |= {key: run[key] for key in ("log", "trace", "trace_pass") if key in run}
     begun = clock()
     with memmgr.budget(limit, device=DEVICE, quiet=True, **options) as mm:
         say(run=run["name"], event="opened", budget=limit, seconds=round(clock() - begun, 3))
