@@ -495,10 +495,12 @@ def test_trim_waits_and_gives_back(open_device: OpenDevice, driver: FakeDriver) 
     driver.fill(one, address, 20 * MIB, 1)
     driver.fill(other, address, 20 * MIB, 1)
     device.free(address)
+    before = driver.call_count(b"cuMemUnmap")
     assert device.trim(4 * MIB) == 16 * MIB
     assert driver.outstanding(b"bytes") == 4 * MIB
     assert device.stats.synchronizations == 2
     assert device.stats.unmaps == 8
+    assert driver.call_count(b"cuMemUnmap") - before == 1  # the pages lie side by side
 
 
 def test_a_smaller_budget_gives_pages_back(open_device: OpenDevice, driver: FakeDriver) -> None:

@@ -190,6 +190,23 @@ def test_access_that_is_not_ready_yet_is_asked_for_again(open_device: OpenDevice
     device.free(address)
 
 
+@pytest.mark.parametrize(("refusals", "given"), [(1, 16), (2, 0)])
+def test_a_run_that_cannot_be_unmapped_in_one_call_goes_page_by_page(
+    open_device: OpenDevice, driver: FakeDriver, refusals: int, given: int
+) -> None:
+    """Nothing goes where the first of its pages is refused, too; a later trim finds all of them again."""
+    device = open_device(budget=64 * MIB)
+    device.free(device.alloc(16 * MIB))
+    before = driver.call_count(b"cuMemUnmap")
+    driver.fail_times(b"cuMemUnmap", refusals, INVALID_HANDLE)
+    assert device.trim() == given * MIB
+    assert driver.outstanding(b"bytes") == (16 - given) * MIB
+    assert driver.call_count(b"cuMemUnmap") - before == (9 if given else 2)
+    assert device.stats.driver_errors == refusals
+    assert device.trim() == (16 - given) * MIB
+    assert device.stats.unmaps == 8 and driver.outstanding(b"maps") == 0
+
+
 def test_a_refused_map_changes_nothing(open_device: OpenDevice, driver: FakeDriver) -> None:
     device = open_device(budget=64 * MIB)
     device.free(device.alloc(2 * MIB))
