@@ -261,7 +261,7 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
     ++synchronizations_;
     return 0;
   }
-  return SynchronizeContext();
+  return Synchronize();  // for all free memory that waits for such a stream, and not for each piece of it again
 }
 
 // ---- allocate and free -----------------------------------------------------------------------------------------

@@ -285,6 +285,33 @@ def test_a_stream_that_was_destroyed_is_waited_for_all_the_same(open_device: Ope
     device.free(address)
 
 
+def test_memory_of_a_stream_that_was_destroyed_takes_one_synchronization_of_the_device(
+    open_device: OpenDevice, driver: FakeDriver
+) -> None:
+    """Not one for each piece of it, whether it is reused by a stream that still exists or its pages are given back."""
+    device = open_device(budget=64 * MIB)
+    one, other = driver.stream(), driver.stream()
+    wrong = c.c_uint64()
+    blocks = [device.alloc(2 * MIB, one) for _ in range(16)]
+    between = blocks[1::2]  # which keep the others from one another
+    for block in blocks[::2]:
+        driver.fill(one, block, 2 * MIB, 1)
+        driver.check(one, block, 2 * MIB, 1, wrong)
+        device.free(block)
+    driver("cuStreamDestroy_v2", one)
+    before = driver.call_count(b"cuCtxSynchronize"), device.stats.synchronizations
+    reused = [device.alloc(2 * MIB, other) for _ in range(6)]
+    assert set(reused) < set(blocks[::2])
+    for block in reused:
+        driver.fill(other, block, 2 * MIB, 2)
+    assert device.trim() == 4 * MIB
+    assert driver.call_count(b"cuCtxSynchronize") - before[0] == device.stats.synchronizations - before[1] == 1
+    driver.drain()
+    assert wrong.value == 0
+    for block in between + reused:
+        device.free(block)
+
+
 def test_more_streams_than_there_are_bits(open_device: OpenDevice, driver: FakeDriver) -> None:
     device = open_device(budget=512 * MIB)
     streams = [driver.stream() for _ in range(70)]
@@ -397,8 +424,8 @@ def test_no_wait_passes_by_the_names() -> None:
         "if (Noted(driver_.StreamSynchronize(settler)) == CUDA_SUCCESS) return 0;",
     ]
     calls = {
-        # close.all, synchronize.all, its definition; in the helpers, for streams that cannot be queried
-        "SynchronizeContext": 6,
+        # close.all, synchronize.all, its definition; in SynchronizeAll, for a stream of memmgr's that cannot be waited for
+        "SynchronizeContext": 4,
         "WaitForTail": 2,  # its definition, WaitUntil where there is no mark
         "WaitUntil": 2,  # its definition, WaitFor
         "WaitForMark": 3,  # its definition, WaitUntil, SynchronizeAll

@@ -7,7 +7,16 @@ import ctypes as c
 import pytest
 
 from .device_abi import MAPPED, MIB, PLAIN, Device
-from .fake import ILLEGAL_ADDRESS, INVALID_HANDLE, LATE, NOT_READY, OUT_OF_MEMORY, FakeDriver
+from .fake import (
+    CONTEXT_IS_DESTROYED,
+    ILLEGAL_ADDRESS,
+    INVALID_CONTEXT,
+    INVALID_HANDLE,
+    LATE,
+    NOT_READY,
+    OUT_OF_MEMORY,
+    FakeDriver,
+)
 from .test_device import OpenDevice, device_core, open_device
 
 __all__ = ["device_core", "open_device"]  # fixtures
@@ -112,6 +121,18 @@ def test_an_error_that_stays_is_not_taken_for_missing_memory(open_device: OpenDe
     assert b"memmgr.pin" not in why.value
     driver.break_(0)
     device.free(block)
+
+
+@pytest.mark.parametrize("code", [INVALID_CONTEXT, CONTEXT_IS_DESTROYED])
+def test_a_context_that_has_ended_is_named_so(open_device: OpenDevice, driver: FakeDriver, code: int) -> None:
+    device = open_device(budget=64 * MIB)
+    why = c.create_string_buffer(400)
+    driver.break_(code)
+    assert device.alloc(4 * MIB) is None
+    assert device.core.mm_device_broken(device.handle, why, len(why)) == code
+    assert f"(driver error {code}); the device's context has ended, after cudaDeviceReset".encode() in why.value
+    assert why.value.endswith(b"the process has to be started anew")
+    driver.break_(0)
 
 
 # ---- others have the memory ------------------------------------------------------------------------------------------
