@@ -130,6 +130,23 @@ def reopened(limit: str) -> dict[str, Any]:
     return {"mapped": mapped, "reserved": [*reserved, cuda.memory_reserved()], "left": cuda.memory_allocated()}
 
 
+def fraction(share: str, *sizes: str) -> list[bool]:
+    """Returns for each size whether this share of the memory allows a block of it."""
+    import torch
+
+    import memmgr  # noqa: F401
+
+    torch.cuda.set_per_process_memory_fraction(float(share))
+    allowed = []
+    for size in sizes:
+        try:
+            torch.empty(int(size), dtype=torch.uint8, device="cuda")
+            allowed.append(True)
+        except torch.OutOfMemoryError:
+            allowed.append(False)
+    return allowed
+
+
 def environment() -> dict[str, Any]:
     """The budget is in the environment; nothing here names memmgr."""
     import torch

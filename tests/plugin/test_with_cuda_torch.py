@@ -101,6 +101,11 @@ def test_a_budget_is_kept(policy: str, limit: int, mode: str, memory: str) -> No
     assert found["left"] == 0
 
 
+def test_a_fraction_is_of_the_runtimes_total_where_that_is_larger() -> None:
+    sizes = [str(n * MIB) for n in (400, 600)]
+    assert _run("fraction", "0.25", *sizes, FAKE_RUNTIME_MEMORY=str(2 * MEMORY)) == [True, False]
+
+
 def test_the_second_budget_of_a_process_maps_no_page() -> None:
     """The pages of the first stay as torch's own allocator keeps its own. A smaller budget and empty_cache give them back."""
     found = _run("reopened", "512000000")
