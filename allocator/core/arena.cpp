@@ -225,6 +225,19 @@ uint64_t Arena::ExcessPages(uint64_t extra_pages) const {
   return PagesFor(bytes - budget());
 }
 
+// Returns the pages that reclaim has to find before `extra_pages` are committed, after all that can be given back has
+// been. The ends of blocks hold pages in part, and so pages may pass a budget that the bytes keep: by less than one
+// page in each of the two areas, or by as much as reclaim once found nobody for, until memory is within the budget
+// again.
+uint64_t Arena::PagesBeyond(uint64_t extra_pages) {
+  if (!waits()) return 0;
+  const uint64_t bytes = committed_bytes() + extra_pages * pages_.page_bytes + stats_.outside_bytes;
+  const uint64_t excess = bytes - std::min(bytes, budget());
+  if (excess == 0) conceded_bytes_ = 0;
+  const uint64_t allowed = std::max(conceded_bytes_, 2 * pages_.page_bytes - 1);
+  return excess > allowed ? PagesFor(excess - allowed) : 0;
+}
+
 // After every change that concerns the budget, where no wait is allowed.
 void Arena::ObeyBudget() {
   if (pages_.give_back != GiveBack::kAtOnce) return;
@@ -275,6 +288,7 @@ void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
 void Arena::SetBudget(uint64_t bytes) {
   Hold hold(lock_);
   budget_bytes_.store(bytes, std::memory_order_relaxed);
+  conceded_bytes_ = 0;
   ChooseChunk();
   ChooseSmall();
   if (forked()) return;
@@ -455,6 +469,9 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
     GiveBackNow(excess);
     stats_.remapped_bytes += committed - committed_bytes();
     if (waits()) request->room = excess;
+  } else if (!request->beyond) {
+    request->room = PagesBeyond(block->holes);
+    request->lacks_pages = request->room > 0;
   }
   if (request->room > 0) {
     heap->Free(block);
@@ -513,6 +530,7 @@ void* Arena::TryPool(Request* request) {
 // Hands out a block if the budget and the addresses allow it; otherwise sets request->need and room to the missing
 // bytes and pages.
 void* Arena::Try(Request* request) {
+  request->lacks_pages = false;
   if (request->order != nullptr && request->order->pool != 0) {
     if (void* p = TryPool(request)) return p;
   }
@@ -591,7 +609,15 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
 Arena::Request Arena::MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const {
   // In a period with places all bytes are planned: a block without a run has pages moved for it, and nobody leaves.
   const bool remap = remap_ == MM_REMAP_FIRST || (remap_ == MM_REMAP_LAST && places_ != nullptr);
-  return {std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap, 0, order};
+  Request request{std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap, 0, order};
+  request.beyond = order != nullptr && order->beyond;
+  return request;
+}
+
+// Returns true if the request, for which reclaim has found nobody, has another way.
+bool Arena::Concede(Request* request) {
+  if (request->lacks_memory && !request->no_site) return request->no_site = true;
+  return request->lacks_pages && !request->beyond ? request->beyond = true : false;
 }
 
 void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
@@ -601,11 +627,12 @@ void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
   void* p = MakeRoomAndTry(&hold, &request);
   if (order != nullptr && order->at_once) return p;
   if (p == nullptr) p = Reclaim(&hold, &request);
-  if (p == nullptr && request.lacks_memory) {
-    request.no_site = true;
+  while (p == nullptr && Concede(&request)) {
     p = MakeRoomAndTry(&hold, &request);
     if (p == nullptr) p = Reclaim(&hold, &request);
   }
+  const uint64_t committed = committed_bytes() + stats_.outside_bytes;
+  if (request.beyond && committed > budget()) conceded_bytes_ = committed - budget();
   if (p == nullptr) ++stats_.failures;
   return p;
 }
@@ -625,13 +652,15 @@ void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder*
 // Contiguity: `need` is 0 and the callback chooses the blocks. mm_arena_choose finds the cheapest run of blocks that
 // makes `request.bytes` (window.h).
 void* Arena::Reclaim(Hold* hold, Request* request) {
-  if (reclaim_ != nullptr && request->bytes <= budget() && !InReclaimOf(this)) {
+  const bool asks = reclaim_ != nullptr && request->bytes <= budget() && !InReclaimOf(this);
+  if (asks) {
     void* p = Episode(hold, request);
     if (p != nullptr) return p;
   }
   if (remap_ != MM_REMAP_LAST || request->need > 0) return nullptr;
   request->remap = true;
-  return MakeRoomAndTry(hold, request);
+  void* p = MakeRoomAndTry(hold, request);
+  return p == nullptr && asks && request->lacks_pages ? Episode(hold, request) : p;
 }
 
 // Free bytes are those that large blocks could still have; with the whole range open, any of them make a run.

@@ -17,7 +17,8 @@
 // Invariants, checked after every event under MEMMGR_DEBUG=1:
 //   I1  a block is handed out only while resident <= budget
 //   I2  committed + outside > budget only while there is no spare page left to give back; where giving back waits
-//       (GiveBack::kAfterSettle) this is so when pages are committed, not after every free
+//       (GiveBack::kAfterSettle) this is so when pages are committed, not after every free, and they pass the budget by
+//       a page for each area or more only after reclaim has found nobody (PagesBeyond)
 //   I3  those of each heap (heap.cpp)
 #pragma once
 
@@ -44,6 +45,7 @@ struct StreamOrder {
   uint16_t home = 0;   // its number
   uint8_t pool = 0;
   bool at_once = false;                 // do nothing that may wait or call back: give nothing back, do not reclaim
+  bool beyond = false;                  // nobody is asked for pages that the budget has not: a capture
   StreamMask allowed = ~StreamMask{0};  // memory that other streams touched is not wanted
   StreamMask touched = 0;               // out: the streams to wait for, the stream itself included
   StreamTimes times{};                  // out: the time of their last work to wait for
@@ -167,6 +169,8 @@ class Arena final : private ForkAware {
     SiteRoom site_room;         // `room` is for the frames of its site
     bool lacks_memory = false;  // its site does, and nothing more can be given back for it
     bool no_site = false;
+    bool lacks_pages = false;  // its bytes fit, the pages for them pass the budget, and none are spare
+    bool beyond = false;       // reclaim found nobody for them: the pages may pass the budget
   };
   uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }
   bool InShared(uint64_t offset) const { return offset >= large_.bytes() + small_.bytes(); }
@@ -221,6 +225,8 @@ class Arena final : private ForkAware {
   uint64_t GiveBackNow(uint64_t pages);
   uint64_t GiveBackSettled(Hold* hold, uint64_t pages, SiteRoom missing = {0, 0});
   uint64_t ExcessPages(uint64_t extra_pages) const;
+  uint64_t PagesBeyond(uint64_t extra_pages);
+  static bool Concede(Request* request);
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);
   void ChooseChunk();
@@ -267,6 +273,7 @@ class Arena final : private ForkAware {
   std::atomic<uint64_t> resident_{0};
   std::atomic<uint64_t> small_bytes_{0};  // of live blocks of MM_SMALL_FROM to MM_SMALL_TO
   int64_t virtual_bytes_ = 0;
+  uint64_t conceded_bytes_ = 0;  // by which pages may pass the budget: reclaim has found nobody for them
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;
   uint64_t marked_peak_bytes_ = 0;

@@ -261,7 +261,7 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
     ++synchronizations_;
     return 0;
   }
-  return SynchronizeContext();
+  return Synchronize();  // for all free memory that waits for such a stream, and not for each piece of it again
 }
 
 // ---- allocate and free -----------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
   const auto context = EnsureContext();
   CUresult error;
   const bool captured = Capturing(stream, &error);
-  order.at_once = captured;
+  order.at_once = order.beyond = captured;
   for (StreamMask avoid = captured ? Foreign(~StreamMask{0}, number) : 0;;) {
     if (p != nullptr) {
       const StreamMask foreign = Foreign(order.touched, number);

@@ -58,6 +58,11 @@ int mm_device_broken(mm_device* device, char* why, size_t length) {
       text +=
           "; a library that reads addresses past torch's dispatcher may have met a tensor that is not in memory: "
           "memmgr.pin(tensor) keeps it there";
+    if (error == CUDA_ERROR_INVALID_CONTEXT || error == CUDA_ERROR_CONTEXT_IS_DESTROYED)
+      text +=
+          "; the device's context has ended, after cudaDeviceReset for example, and all of this process's memory on "
+          "the "
+          "device with it: the process has to be started anew";
     memmgr::Say(text, why, length);
     return error;
   });

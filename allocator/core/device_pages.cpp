@@ -290,16 +290,25 @@ bool DevicePages::HasRoom(uint64_t pages) const {
   return bytes <= free_bytes + kept + kManyBytes;
 }
 
-// The first page that could not be unmapped, or end.
+// Unmaps the mapped pages in [first, end): each contiguous run of them with one call, because a driver takes a range of
+// whole mappings. A run that it refuses is tried page by page. Returns the first page that is refused, or end.
 uint64_t DevicePages::UnmapPages(uint64_t first, uint64_t end) {
-  for (uint64_t page = first; page < end; ++page) {
-    if (mapped_->CountHoles(page, page + 1) == 1) continue;
-    if (Noted(driver_.MemUnmap(At(page), ops_.page_bytes)) != CUDA_SUCCESS) return page;
-    mapped_->Clear(page, page + 1);
-    ++counts_.unmaps;
-    kept_.push_back(std::exchange(handles_[page], 0));
+  for (uint64_t page = first; (page = mapped_->Next(page, end, true)) < end;) {
+    const uint64_t past = mapped_->Next(page, end, false);
+    if (UnmapRun(page, past)) continue;
+    if (past == page + 1) return page;
+    for (; page < past; ++page)
+      if (!UnmapRun(page, page + 1)) return page;
   }
   return end;
+}
+
+bool DevicePages::UnmapRun(uint64_t first, uint64_t end) {
+  if (Noted(driver_.MemUnmap(At(first), (end - first) * ops_.page_bytes)) != CUDA_SUCCESS) return false;
+  mapped_->Clear(first, end);
+  counts_.unmaps += end - first;
+  for (uint64_t page = first; page < end; ++page) kept_.push_back(std::exchange(handles_[page], 0));
+  return true;
 }
 
 int DevicePages::Commit(CUdeviceptr at, size_t bytes) {

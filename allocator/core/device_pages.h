@@ -79,6 +79,7 @@ class DevicePages {
   void EndKept();
   bool HasRoom(uint64_t pages) const;
   uint64_t UnmapPages(uint64_t first, uint64_t end);
+  bool UnmapRun(uint64_t first, uint64_t end);
   CUdeviceptr At(uint64_t page) const { return base_ + page * ops_.page_bytes; }
   CUresult Noted(CUresult error) {
     if (error != CUDA_SUCCESS && error != CUDA_ERROR_OUT_OF_MEMORY) ++counts_.errors;

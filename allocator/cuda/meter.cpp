@@ -9,9 +9,10 @@ constexpr size_t kSmallLimit = 8 << 10;  // of core/arena.h: a block at most thi
 
 }  // namespace
 
-Meter::Meter(mm_device* device) : device_(device) {
+Meter::Meter(mm_device* device, uint64_t least_total_bytes) : device_(device) {
   uint64_t free_bytes = 0;
   mm_device_memory(device_, &free_bytes, &total_bytes_);
+  total_bytes_ = std::max(total_bytes_, least_total_bytes);
 }
 
 // ---- blocks ----------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ struct Segment {
 
 class Meter {
  public:
-  explicit Meter(mm_device* device);
+  // The device's memory has at least `least_total_bytes`, also where the driver says less.
+  explicit Meter(mm_device* device, uint64_t least_total_bytes = 0);
 
   mm_device* device() const { return device_; }
   mm_arena* arena() const { return mm_device_arena(device_); }

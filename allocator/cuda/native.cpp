@@ -61,9 +61,7 @@ class Native {
       place->memory = memory;
       uint64_t free_now = 0;
       mm_device_memory(memory, &free_now, &place->total);
-      cudaDeviceProp properties;
-      if (cudaGetDeviceProperties(&properties, ordinal) == cudaSuccess)  // of one of them torch's fraction is a share
-        place->total = std::max<uint64_t>(place->total, properties.totalGlobalMem);
+      place->total = std::max(place->total, RuntimeTotal(ordinal));  // of one of them torch's fraction is a share
       places_[static_cast<size_t>(ordinal)] = place;
       if (!attached_) torchs->attachAllocatorTraceTracker([this](const TraceEntry& entry) { Told(entry); });
       attached_ = true;

@@ -43,6 +43,13 @@ using c10::cuda::CUDAStream;
 
 constexpr int kMaxDevices = 64;
 
+// Returns the device's memory by the runtime, or 0. A memory fraction is a share of the larger one of this and the
+// driver's total.
+uint64_t RuntimeTotal(int ordinal) {
+  cudaDeviceProp properties;
+  return cudaGetDeviceProperties(&properties, ordinal) == cudaSuccess ? properties.totalGlobalMem : 0;
+}
+
 void Release(void* p);
 
 std::string Megabytes(uint64_t bytes) {
@@ -91,7 +98,7 @@ class Allocator final : public CUDAAllocator {
     mm_device* device = driver ? mm_device_open(driver, ordinal, MM_UNLIMITED, memory_, text, sizeof text) : nullptr;
     *wrong = text;
     if (!device) return nullptr;
-    Meter* meter = new Meter(device);  // lives as long as the process: its tensors may
+    Meter* meter = new Meter(device, RuntimeTotal(ordinal));  // lives as long as the process: its tensors may
     meters_[static_cast<size_t>(ordinal)] = meter;
     return meter;
   }

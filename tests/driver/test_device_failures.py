@@ -7,7 +7,16 @@ import ctypes as c
 import pytest
 
 from .device_abi import MAPPED, MIB, PLAIN, Device
-from .fake import ILLEGAL_ADDRESS, INVALID_HANDLE, LATE, NOT_READY, OUT_OF_MEMORY, FakeDriver
+from .fake import (
+    CONTEXT_IS_DESTROYED,
+    ILLEGAL_ADDRESS,
+    INVALID_CONTEXT,
+    INVALID_HANDLE,
+    LATE,
+    NOT_READY,
+    OUT_OF_MEMORY,
+    FakeDriver,
+)
 from .test_device import OpenDevice, device_core, open_device
 
 __all__ = ["device_core", "open_device"]  # fixtures
@@ -114,6 +123,18 @@ def test_an_error_that_stays_is_not_taken_for_missing_memory(open_device: OpenDe
     device.free(block)
 
 
+@pytest.mark.parametrize("code", [INVALID_CONTEXT, CONTEXT_IS_DESTROYED])
+def test_a_context_that_has_ended_is_named_so(open_device: OpenDevice, driver: FakeDriver, code: int) -> None:
+    device = open_device(budget=64 * MIB)
+    why = c.create_string_buffer(400)
+    driver.break_(code)
+    assert device.alloc(4 * MIB) is None
+    assert device.core.mm_device_broken(device.handle, why, len(why)) == code
+    assert f"(driver error {code}); the device's context has ended, after cudaDeviceReset".encode() in why.value
+    assert why.value.endswith(b"the process has to be started anew")
+    driver.break_(0)
+
+
 # ---- others have the memory ------------------------------------------------------------------------------------------
 
 
@@ -188,6 +209,23 @@ def test_access_that_is_not_ready_yet_is_asked_for_again(open_device: OpenDevice
     assert address is not None and device.stats.driver_errors == 0
     assert driver.call_count(b"cuMemSetAccess") - before == 4
     device.free(address)
+
+
+@pytest.mark.parametrize(("refusals", "given"), [(1, 16), (2, 0)])
+def test_a_run_that_cannot_be_unmapped_in_one_call_goes_page_by_page(
+    open_device: OpenDevice, driver: FakeDriver, refusals: int, given: int
+) -> None:
+    """Nothing goes where the first of its pages is refused, too; a later trim finds all of them again."""
+    device = open_device(budget=64 * MIB)
+    device.free(device.alloc(16 * MIB))
+    before = driver.call_count(b"cuMemUnmap")
+    driver.fail_times(b"cuMemUnmap", refusals, INVALID_HANDLE)
+    assert device.trim() == given * MIB
+    assert driver.outstanding(b"bytes") == (16 - given) * MIB
+    assert driver.call_count(b"cuMemUnmap") - before == (9 if given else 2)
+    assert device.stats.driver_errors == refusals
+    assert device.trim() == (16 - given) * MIB
+    assert device.stats.unmaps == 8 and driver.outstanding(b"maps") == 0
 
 
 def test_a_refused_map_changes_nothing(open_device: OpenDevice, driver: FakeDriver) -> None:

@@ -137,6 +137,26 @@ def test_mapping_and_limits(driver: FakeDriver) -> None:
     assert free.value == total.value == 4 * page
 
 
+def test_one_unmapping_takes_several_whole_mappings_without_a_gap(driver: FakeDriver) -> None:
+    page = 2 << 20
+    properties = AllocationProperties(type=1, location=Location(1, 0))
+    base, handle = c.c_uint64(), c.c_uint64()
+    driver("cuMemAddressReserve", c.byref(base), 8 * page, 0, 0, 0)
+    for at, pages in ((0, 1), (1, 2), (3, 1), (5, 1)):
+        driver("cuMemCreate", c.byref(handle), pages * page, c.byref(properties), 0)
+        driver("cuMemMap", base.value + at * page, pages * page, 0, handle, 0)
+        driver("cuMemRelease", handle)
+    for at, pages in ((0, 2), (2, 2), (3, 3), (4, 1)):  # cut in two, or over the gap
+        assert driver.cuMemUnmap(base.value + at * page, pages * page) == INVALID_VALUE
+    assert driver.outstanding(b"maps") == 4
+    before = driver.call_count(b"cuMemUnmap")
+    driver("cuMemUnmap", base.value, 4 * page)
+    assert driver.call_count(b"cuMemUnmap") - before == 1
+    assert driver.outstanding(b"maps") == 1
+    driver("cuMemUnmap", base.value + 5 * page, page)
+    driver("cuMemAddressFree", base, 8 * page)
+
+
 def test_contexts_and_stale_handles(driver: FakeDriver) -> None:
     stream, event = driver.stream(), driver.event()
     driver.use_device(1)

@@ -128,7 +128,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int) {
   std::memset(out, 0, sizeof *out);
   std::strcpy(out->name, "double");
-  out->totalGlobalMem = size_t{1} << 30;
+  const char *memory = getenv("FAKE_RUNTIME_MEMORY");
+  out->totalGlobalMem =
+      memory ? strtoull(memory, nullptr, 10) : size_t{1} << 30;
   out->major = 9;
   out->multiProcessorCount = 8;
   out->maxThreadsPerMultiProcessor = 2048;

@@ -15,7 +15,7 @@ ROWS = ("all", "small", "large")
 VISIT = c.CFUNCTYPE(None, *[c.c_uint64] * 7, c.c_int)
 _P = c.c_void_p
 _SIGNATURES = {
-    "meter_new": (_P, [_P]),
+    "meter_new": (_P, [_P, c.c_uint64]),
     "meter_delete": (None, [_P]),
     "meter_allocated": (None, [_P, _P, c.c_size_t]),
     "meter_freed": (None, [_P, _P]),
@@ -52,9 +52,9 @@ def library(core: Path) -> c.CDLL:
 class Meter:
     """Counts for one device of the double."""
 
-    def __init__(self, loaded: c.CDLL, device: Any) -> None:
+    def __init__(self, loaded: c.CDLL, device: Any, least_total: int = 0) -> None:
         self._library, self.device = loaded, device
-        self.handle = loaded.meter_new(device.handle)
+        self.handle = loaded.meter_new(device.handle, least_total)
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._library, f"meter_{name}")

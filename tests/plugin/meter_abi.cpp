@@ -8,7 +8,9 @@ using memmgr::Meter;
 
 #define VISIBLE extern "C" __attribute__((visibility("default")))
 
-VISIBLE Meter *meter_new(mm_device *device) { return new Meter(device); }
+VISIBLE Meter *meter_new(mm_device *device, uint64_t least_total) {
+  return new Meter(device, least_total);
+}
 VISIBLE void meter_delete(Meter *meter) { delete meter; }
 VISIBLE void meter_allocated(Meter *meter, const void *p, size_t requested) {
   meter->Allocated(p, requested);

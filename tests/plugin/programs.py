@@ -110,6 +110,43 @@ def budget(limit: str, policy: str = "auto") -> dict[str, Any]:
     return {"need": need, "peak": peak, "error": error, **_figures(stats), "left": torch.cuda.memory_allocated()}
 
 
+def reopened(limit: str) -> dict[str, Any]:
+    """Returns the pages that each of two equal budgets maps, and the bytes reserved after them, in a smaller one, and at last."""
+    import torch
+
+    import memmgr
+
+    cuda: Any = torch.cuda
+    maps = [0]
+    for _ in range(2):
+        with memmgr.budget(int(limit), quiet=True):
+            _step(torch)
+            maps.append(cuda.memory_stats()["num_device_alloc"])
+    reserved = [cuda.memory_reserved()]
+    with memmgr.budget(int(limit) // 8, quiet=True):
+        reserved.append(cuda.memory_reserved())
+    cuda.empty_cache()
+    mapped = [after - before for before, after in zip(maps, maps[1:], strict=False)]
+    return {"mapped": mapped, "reserved": [*reserved, cuda.memory_reserved()], "left": cuda.memory_allocated()}
+
+
+def fraction(share: str, *sizes: str) -> list[bool]:
+    """Returns for each size whether this share of the memory allows a block of it."""
+    import torch
+
+    import memmgr  # noqa: F401
+
+    torch.cuda.set_per_process_memory_fraction(float(share))
+    allowed = []
+    for size in sizes:
+        try:
+            torch.empty(int(size), dtype=torch.uint8, device="cuda")
+            allowed.append(True)
+        except torch.OutOfMemoryError:
+            allowed.append(False)
+    return allowed
+
+
 def environment() -> dict[str, Any]:
     """The budget is in the environment; nothing here names memmgr."""
     import torch

@@ -21,8 +21,8 @@ def make(core: Any, driver: Any) -> Iterator[Any]:
     made = []
     loaded = meters.library(Path(build.core_with_mutations()))
 
-    def of(**options: Any) -> meters.Meter:
-        meter = meters.Meter(loaded, Device(core, driver, **options))
+    def of(least_total: int = 0, **options: Any) -> meters.Meter:
+        meter = meters.Meter(loaded, Device(core, driver, **options), least_total)
         made.append(meter)
         return meter
 
@@ -202,6 +202,14 @@ def test_the_lower_limit_wins(make: Any) -> None:
     meter.set_fraction(1)
     assert limit() == UNLIMITED
     assert meter.alloc(17 * MIB) is not None
+
+
+@pytest.mark.parametrize(("runtimes", "total"), [(1 << 31, 1 << 31), (1 << 29, 1 << 30)])
+def test_a_fraction_is_of_the_larger_total(make: Any, runtimes: int, total: int) -> None:
+    meter = make(least_total=runtimes)
+    meter.set_fraction(0.25)
+    assert meter.total() == total
+    assert meter.device.core.mm_arena_budget(meter.device.arena) == total // 4
 
 
 def test_a_block_knows_what_was_asked_for(make: Any) -> None:

@@ -101,6 +101,22 @@ def test_a_budget_is_kept(policy: str, limit: int, mode: str, memory: str) -> No
     assert found["left"] == 0
 
 
+def test_a_fraction_is_of_the_runtimes_total_where_that_is_larger() -> None:
+    sizes = [str(n * MIB) for n in (400, 600)]
+    assert _run("fraction", "0.25", *sizes, FAKE_RUNTIME_MEMORY=str(2 * MEMORY)) == [True, False]
+
+
+def test_the_second_budget_of_a_process_maps_no_page() -> None:
+    """The pages of the first stay as torch's own allocator keeps its own. A smaller budget and empty_cache give them back."""
+    found = _run("reopened", "512000000")
+    first, second = found["mapped"]
+    assert first > 40 and second == 0
+    kept, smaller, last = found["reserved"]
+    assert kept == first * (2 * MIB)
+    assert 0 < smaller <= 64_000_000 < kept
+    assert last == found["left"] == 0
+
+
 @pytest.mark.parametrize("mode", ["random", "late"])
 @pytest.mark.parametrize("first, backend", [("memmgr", "memmgr"), ("cuda", "native")])
 def test_threads_with_streams_of_their_own(first: str, backend: str, mode: str) -> None:

@@ -280,6 +280,10 @@ void DevicePool::uninstall() {
   if (!rule_holds(kRuleClosed)) return;
   if (is_torchs())
     settle();
+  else if (is_cuda())
+    // Torch goes on with this allocator, and the pages are its cache until torch.cuda.empty_cache. A capture that
+    // refuses the wait has done so before, and was told.
+    mm_device_synchronize(memory_);
   else
     mm_device_trim(memory_, 0);  // waits for the device, too
 }
