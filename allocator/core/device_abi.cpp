@@ -53,16 +53,15 @@ int mm_device_broken(mm_device* device, char* why, size_t length) {
     const CUresult error = Of(device)->forked() ? CUDA_SUCCESS : Of(device)->Memory(&free_now, &total);
     if (error == CUDA_SUCCESS) return error;
     std::string text = memmgr::DriverText(Of(device)->driver(), error);
+    const bool ended = error == CUDA_ERROR_INVALID_CONTEXT || error == CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    text += ended ? "; the device's context has ended, after cudaDeviceReset for example, and this process's memory on "
+                    "the device with it: the process has to be started anew"
+                  : "; an earlier kernel failed, and CUDA_LAUNCH_BLOCKING=1 shows which";
     // Where a program uses several streams, a cell that is absent has a null pointer and no trap.
     if (error == CUDA_ERROR_ILLEGAL_ADDRESS)
       text +=
           "; a library that reads addresses past torch's dispatcher may have met a tensor that is not in memory: "
           "memmgr.pin(tensor) keeps it there";
-    if (error == CUDA_ERROR_INVALID_CONTEXT || error == CUDA_ERROR_CONTEXT_IS_DESTROYED)
-      text +=
-          "; the device's context has ended, after cudaDeviceReset for example, and all of this process's memory on "
-          "the "
-          "device with it: the process has to be started anew";
     memmgr::Say(text, why, length);
     return error;
   });

@@ -399,7 +399,7 @@ class Allocator final : public CUDAAllocator {
     char why[400] = "";
     const int error = mm_device_broken(meter.device(), why, sizeof why);
     TORCH_CHECK(error == 0, "CUDA error: ", why, ". GPU ", static_cast<int>(ordinal),
-                " answers nothing else since then: an earlier kernel failed. CUDA_LAUNCH_BLOCKING=1 shows which.");
+                " answers nothing else since then.");
   }
 
   [[noreturn]] void Fail(Meter& meter, c10::DeviceIndex ordinal, size_t bytes, mm_stream stream,

@@ -226,7 +226,7 @@ def test_a_failed_kernel_is_told_and_leaves_no_cell_busy() -> None:
     """A cell that stays busy is waited for without end, when the budget closes at the latest."""
     seen = child.run("broken", module="memdev.managed", mode="late", seed=0)
     assert seen["left"] == 1 << 20 and seen["begun"] and seen["left broken"] == 0
-    assert "An earlier kernel failed" in seen["error"] and "An earlier kernel failed" in seen["at its end"]
+    assert "; an earlier kernel failed" in seen["error"] and "; an earlier kernel failed" in seen["at its end"]
 
 
 def test_lengths_that_change(children: Any) -> None:

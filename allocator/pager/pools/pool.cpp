@@ -8,8 +8,7 @@ RoomMaker room_maker;
 
 void Pool::throw_if_broken() const {
   const std::string why = broken();
-  TORCH_CHECK(why.empty(), "memmgr: ", device.str(), " answers nothing any more: ", why,
-              ". An earlier kernel failed; CUDA_LAUNCH_BLOCKING=1 shows which.");
+  TORCH_CHECK(why.empty(), "memmgr: ", device.str(), " answers nothing any more: ", why, ".");
 }
 
 }  // namespace memmgr::pager

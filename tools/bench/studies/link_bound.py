@@ -34,7 +34,7 @@ from memmgr.policies.trace import HELD, OpKind, TierLink, Trace
 from memmgr.telemetry.trace_file import read_trace
 
 SMALL = 1 << 16
-STRETCHES = 48
+STRETCHES = 96
 
 
 @dataclass
@@ -57,6 +57,20 @@ class Gap:
     read: dict[int, int] = field(default_factory=dict)
     again: int | None = None
     clean: int | None = None
+
+
+@dataclass
+class Dead:
+    """A storage that is not touched any more, and that an op which runs again needs.
+
+    Attributes:
+        kept, again: variables: the fraction that stays in memory until then, and the one that is made again.
+        until: the first op before which it may be needed.
+    """
+
+    kept: int
+    again: int | None
+    until: int
 
 
 def gaps_of(trace: Trace) -> Iterator[Gap]:
@@ -97,6 +111,11 @@ class Program:
         self.delays = [self.rows.variable(1.0, 0.0, float("inf")) for _ in self.ends]
         self.gaps = [gap for gap in gaps_of(trace) if gap.before > gap.after + 1]
         self.fullest = self._fullest()
+        self.last_touch = [-1] * len(trace.storages)
+        for k, op in enumerate(trace.ops):
+            for s in (*op.inputs, *op.outputs):
+                self.last_touch[s] = k
+        self.dead: dict[int, Dead] = {}
 
     def _stretches(self) -> list[int]:
         """The op behind each stretch of the pass."""
@@ -140,6 +159,9 @@ class Program:
         """
         for gap in self.gaps:
             self._moves(gap)
+        for gap in self.gaps:
+            if gap.again is not None:
+                self._needs_inputs(gap.storage, gap.again, gap.before)
         self._copies()
         self._passes()
         self._fits()
@@ -166,6 +188,24 @@ class Program:
             rows.at_most(0.0, *((v, -c) for v, c in away))
         if gap.before < len(self.trace.ops):  # all of it is back
             rows.at_most(0.0, *away)
+
+    def _needs_inputs(self, storage: int, again: int, before: int) -> None:
+        """An op that runs again for a fraction finds as much of each input that is dead by then: kept, or made again."""
+        for s in self.trace.ops[self.trace.storages[storage].maker].inputs:
+            stored = self.trace.storages[s]
+            maker = self.trace.ops[stored.maker]
+            alive = stored.released == HELD or self.last_touch[s] >= before or maker.kind == OpKind.CONSTANT
+            if alive or stored.size_bytes < SMALL:
+                continue
+            found = self.dead.get(s)
+            if found is None:
+                own = self.rows.variable(0.0) if maker.kind == OpKind.COMPUTE else None
+                found = self.dead[s] = Dead(self.rows.variable(0.0), own, before)
+                if own is not None:
+                    self._needs_inputs(s, own, before)
+            found.until = min(found.until, before)
+            has = [(found.kept, -1.0)] + ([] if found.again is None else [(found.again, -1.0)])
+            self.rows.at_most(0.0, (again, 1.0), *has)
 
     def _made(self, gap: Gap) -> list[tuple[int, float]]:
         return [] if gap.again is None else [(gap.again, 1.0)]
@@ -210,6 +250,9 @@ class Program:
                 terms += [(gap.clean, -size), *((v, -size) for v, _ in self._made(gap))]
                 terms += [(v, -size) for j, v in gap.written.items() if j <= i]
                 terms += [(v, size) for j, v in gap.read.items() if j < i]
+            for s, dead in self.dead.items():
+                if self.last_touch[s] < k < dead.until:
+                    terms.append((dead.kept, self.trace.storages[s].size_bytes))
             self.rows.at_most(self.budget_bytes - there, *terms)
 
     def _takes_time(self) -> None:
@@ -224,6 +267,9 @@ class Program:
             for i, v in gap.read.items():
                 back[i].append((v, size / self.link.read_bytes_per_second))
             again += [(v, gap.seconds or 0.0) for v, _ in self._made(gap)]
+        for s, dead in self.dead.items():
+            if dead.again is not None:
+                again.append((dead.again, self.trace.ops[self.trace.storages[s].maker].seconds))
         self.rows.at_most(0.0, *again)
         begins = [0, *self.ends]
         for i, (begin, end) in enumerate(zip(begins, self.ends, strict=False)):
