@@ -228,9 +228,10 @@ uint64_t Arena::ExcessPages(uint64_t extra_pages) const {
 // Returns the pages that reclaim has to find before `extra_pages` are committed, after all that can be given back has
 // been. The ends of blocks hold pages in part, and so pages may pass a budget that the bytes keep: by less than one
 // page in each of the two areas, or by as much as reclaim once found nobody for, until memory is within the budget
-// again.
+// again. In a period with places memory is planned to the last page: to give frames back for these pages would move
+// pages in each period.
 uint64_t Arena::PagesBeyond(uint64_t extra_pages) {
-  if (!waits()) return 0;
+  if (!waits() || places_ != nullptr) return 0;
   const uint64_t bytes = committed_bytes() + extra_pages * pages_.page_bytes + stats_.outside_bytes;
   const uint64_t excess = bytes - std::min(bytes, budget());
   if (excess == 0) conceded_bytes_ = 0;

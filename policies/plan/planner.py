@@ -113,10 +113,8 @@ def _plan(
     return Plan(budget_bytes, True, _steps(best), best.peak, seconds, unmanaged, unmanaged + bound)
 
 
-_STEPS = (1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
-"""How far apart the levels are that are tried in turn (`_levels`). Of GPT-2 in half of its activations the plan is 1.148x, and
-1.178x with the first three.
-"""
+_STEPS = (1 / 4, 1 / 8, 1 / 16)
+"""How far apart the levels are that are tried in turn (`_levels`)."""
 
 _STEPS_OF_MANY = _STEPS[:2]
 """The same for a pass of `MANY` ops."""
@@ -173,20 +171,18 @@ def _levels(
     least = least_bytes(Problem.of(inside))
     most = min(inside.unmanaged_peak[0], budget_bytes)
     known: dict[float, float] = {}
-    many = len(trace.ops) >= MANY
-    effort //= 8 if many else 4
 
     def tried(level: float) -> float:
         if level not in known:
             limit = int(least + level * (most - least))
-            made = _plan(inside, limit, None, True, effort, lets_go=lets_go)
+            made = _plan(inside, limit, None, True, effort // 8, lets_go=lets_go)
             if _reads_what_is_gone(inside, made.steps):
-                made = _plan(in_time, limit, None, True, effort, lets_go=lets_go)
+                made = _plan(in_time, limit, None, True, effort // 8, lets_go=lets_go)
             known[level] = seconds_of(made.steps) if made.feasible else INFEASIBLE
         return known[level]
 
     best = 0.5
-    for step in _STEPS_OF_MANY if many else _STEPS:
+    for step in _STEPS_OF_MANY if len(trace.ops) >= MANY else _STEPS:
         best = min((best, best + step, best - step), key=tried)
 
 

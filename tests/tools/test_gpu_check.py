@@ -206,6 +206,25 @@ def test_a_simulation_trains_in_virtual_time_and_says_so_first(
     assert any(line.startswith("F1 ") for line in lines)
 
 
+@pytest.mark.slow  # GPT-2 124M, whose kernels do nothing: a minute
+def test_a_planned_step_of_gpt2_moves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sites take all pages of the budget, so that a block of the heap passes it by the end of a page."""
+    fixed = {"warm": 6, "settle": 60, "settle_seconds": 60, "steps": 4}
+    runs = [
+        {"name": "unlimited", "measure": True, "warm": 3, "steps": 2, "digest": False},
+        {"name": "half auto", "of_activations": 0.5, **fixed},
+    ]
+
+    def acts(place: Place) -> list[Act]:
+        return [plans.train(place, "timing gpt2", "timing gpt2", 150, {"model": "gpt2", "runs": runs, "host": "16GiB"})]
+
+    monkeypatch.setitem(plans.CALLS, "first", (acts, 200))
+    cli.main(["gpu-check", "first", "--simulated", "--out", str(tmp_path)])
+    unlimited, half = said(tmp_path, "timing gpt2", "result")
+    assert half["simulated"]["maps"] == 0 and half["per_step"]["planned_passes"] == 1
+    assert half["step"] < 2 * unlimited["step"]
+
+
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
 
