@@ -57,6 +57,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def _explained(error: Exception) -> Exception:
     """In a checkout the folder ./memmgr hides the package that is installed, and is only a part of it."""
     if getattr(error, "name", None) not in ("memmgr.policies", "memmgr.tools"):

@@ -20,7 +20,7 @@ from memmgr.common.errors import BudgetError
 from memmgr.common.say import warn
 from memmgr.config.conf import check_limit, give_up, is_strict, parse_conf
 
-from .budget import budget, current
+from .budget import budget, current, let_give_way
 
 _PROFILED = "a profiler runs in this thread: open the budget in the script, with memmgr.budget(...)"
 
@@ -152,12 +152,16 @@ class _Autostart:
 
     def _open(self) -> None:
         try:
+            if current() is not None and self._budget._gives_way:
+                return  # the script's own budget has its figures
             if current() is not None:
                 raise RuntimeError(
                     "the script has opened a budget of its own, and MEMMGR_BUDGET or memmgr run asks for another one. One budget "
                     "is open at a time: remove the script's, or start the script without the other"
                 )
             self._budget.__enter__()
+            if self._budget._gives_way:
+                let_give_way(self._budget)
         except Exception as error:
             if self._strict:
                 self._refuse(error)
@@ -209,8 +213,11 @@ _waiting: _Autostart | None = None
 
 
 def budget_of_the_script() -> budget | None:
-    """The budget of `MEMMGR_BUDGET`, open or still waiting for the first module; None: there is none in this process."""
-    return _waiting.counting() if _waiting is not None else None
+    """The budget of `MEMMGR_BUDGET`, open or still waiting for the first module; None: there is none in this process, or it only
+    measures.
+    """
+    found = _waiting.counting() if _waiting is not None else None
+    return None if found is None or found._gives_way else found
 
 
 def autostart() -> None:

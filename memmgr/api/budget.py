@@ -56,6 +56,16 @@ _decorating: budget | None = None
 """The budget that calls of decorated functions opened; between two calls any other one replaces it."""
 
 
+_measuring: budget | None = None
+"""A budget without a limit that the environment opened: any other budget replaces it."""
+
+
+def let_give_way(measuring: budget) -> None:
+    """Lets a budget that only measures close when another one opens."""
+    global _measuring
+    _measuring = measuring
+
+
 def current() -> PagerRuntime | None:
     """The runtime of the open budget, or None."""
     return _current
@@ -259,6 +269,8 @@ class budget:
         with _calls_lock:
             if _decorating is not None and not _decorating._calls:
                 _decorating.close()
+        if _measuring is not None and _measuring is not self:
+            _measuring._close(failed=False, report=False)
         with _lock:
             if _current is not None:
                 raise RuntimeError(
@@ -285,6 +297,13 @@ class budget:
                 _current = None
             raise
         return self
+
+    @property
+    def _gives_way(self) -> bool:
+        """It only measures: it has no limit, and will have none, and no file is asked of it."""
+        config = self._config
+        limited = config.limit_bytes != UNLIMITED or config.need is not None or self._room is not None
+        return not limited and self._share is None and config.log is None and config.trace is None
 
     def _settled(self) -> Config:
         """The configuration once the device may be asked."""

@@ -51,3 +51,7 @@ def __getattr__(name: str) -> Any:
         raise ModuleNotFoundError(
             f"memmgr.integrations.{name} needs {library}: {pip_line(_EXTRAS[library])}", name=library
         ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

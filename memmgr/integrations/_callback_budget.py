@@ -62,9 +62,7 @@ class CallbackBudget:
         elif not self._said and speaks:
             self._said = True
             asked = os.environ.get("MEMMGR_BUDGET", "none")
-            say(
-                f"the script's budget counts (memmgr run or MEMMGR_BUDGET: {asked}), not the callback's ({self._limit})"
-            )
+            say(f"the budget of memmgr run or MEMMGR_BUDGET counts ({asked}), not the callback's ({self._limit})")
         self._open = True
 
     def close(self, failed: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, round_up, show_seconds, show_size
 
 from .states import flows
 
@@ -109,7 +109,7 @@ def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     lost = (float(stats["stall_seconds"]) + float(stats["recompute_seconds"])) / float(stats["wall_seconds"])
     ops, link = max(0.0, 1.0 - lost) * found.pass_seconds, found.moved_bytes / found.link_bytes * found.pass_seconds
     return [
-        f"against waiting for model states: {best[1]}, about {best[0]:.0%} less time for the same data (an estimate). Of "
+        f"because of model states: {best[1]}, about {best[0]:.0%} less time for the same data (an estimate). Of "
         f"{size(found.moved_bytes)} that move a pass {size(found.states_moved_bytes)} are model states; the link takes "
         f"{show_seconds(link)} for that, the ops {show_seconds(ops)}"
     ]
@@ -179,7 +179,8 @@ def _fitted(stats: dict[str, Any]) -> bool:
 
 def _floor(stats: dict[str, Any], *, binary: bool = False) -> str:
     size = functools.partial(show_size, binary=binary)
-    return f"the floor (no smaller budget can work) is about {size(int(stats['floor_bytes']))}"
+    floor = round_up(int(stats["floor_bytes"]), binary=binary)
+    return f"the floor (no smaller budget can work) is about {size(floor)}"
 
 
 def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:

@@ -278,7 +278,15 @@ class Spent:
         modules = ", ".join(f"{name} {self.size(part)}" for name, part in self.held.modules[:NAMED_MODULES])
         if modules:
             said += f" (largest modules: {modules})"
-        return f"{said}. Floor so far: {self.size(round_up(self.floor_bytes, binary=self.binary))}."
+        said = f"{said}. Floor so far: {self.size(round_up(self.floor_bytes, binary=self.binary))}."
+        exports = self.exports
+        if exports.count <= 1:
+            return said
+        more = "" if exports.left is None else f" Its loop has {exports.left} more to come."
+        return (
+            f"{said}\n{exports.by} has the addresses of {exports.count} tensors that hold {self.size(exports.nbytes)}. They stay "
+            f"in memory while it has them: each further one takes about {self.size(exports.each_bytes)} more.{more}"
+        )
 
     def _details(self) -> list[str]:
         """Why so much is needed: `memmgr doctor --explain` prints it."""
@@ -292,13 +300,6 @@ class Spent:
             )
         if self.fixed:
             said.append(f"Fixed tensors: {self.fixed}. A tensor that `.clone()` makes of one can be evicted.")
-        exports = self.exports
-        if exports.count > 1:
-            said.append(
-                f"{exports.by} has the addresses of {exports.count} tensors that hold {self.size(exports.nbytes)}. They stay in "
-                f"memory while it has them: each further one takes about {self.size(exports.each_bytes)} more."
-                + ("" if exports.left is None else f" Its loop has {exports.left} more to come.")
-            )
         if self.short:
             movable = "are saved for backward" if self.states_stay else "could be offloaded"
             said.append(f"{self.size(self._saved_bytes)} that {movable} had no room in the tier.")

@@ -51,11 +51,11 @@ class Leak:
     def text(self, *, binary: bool = False, module: str | None = None) -> str:
         """One sentence, without its full stop. It calls a pass a step, as users do."""
         size = functools.partial(show_size, binary=binary)
-        where = f"from {self.line}" if self.line else "from a line that is not known"
+        where = f"made at {self.line}" if self.line else "made at a line that is not known"
         made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")
         away = f", {size(self.absent_bytes)} of them evicted or offloaded" if self.absent_bytes else ""
         return (
-            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass} {where} ({made}); "
+            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}); "
             f"{size(self.bytes)} so far{away}"
         )
 

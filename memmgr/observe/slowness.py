@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,8 @@ def unplanned(stats: Mapping[str, Any], reason: str = "") -> str:
         or int(stats["unmanaged_peak_bytes"]) <= int(stats["budget_bytes"])
     ):
         return ""
+    if not reason and not left and planned > without:
+        return ""  # passes that were measured, before there was a plan
     if reason:
         why = reason
     elif left:
@@ -133,24 +135,40 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
     return text, min(saved, 1.0)
 
 
-def lines(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "") -> list[str]:
+LEAKED = "an end of the leak: more budget only delays it. Keep numbers, as loss.item() or .detach() make them, and not the graph"
+
+
+def instead(leaks: Sequence[str], ended_by: str) -> str | None:
+    """The change to name in place of the estimated one: against a leak, and after a `BudgetError`, which names a budget.
+
+    Args:
+        leaks: sentences about them.
+        ended_by: the class of the exception that ended the run; empty: none.
+    """
+    return None if ended_by == "BudgetError" else LEAKED if leaks else ""
+
+
+def lines(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "", change: str | None = "") -> list[str]:
     """Where the time went, passes without a plan, the change that would help most: one to three lines.
 
     Args:
         stats: `memmgr.stats()`.
         binary: sizes in powers of two.
         reason: as in `unplanned`.
+        change: the change to name; None: none; empty: the one that is estimated to help most.
     """
     parts = [WHERE + losses(stats).text, unplanned(stats, reason)]
-    change = best_change(stats, binary=binary)
-    if change is not None:
-        parts.append(f"what would help most: {change[0]}, about {change[1]:.0%} less time (an estimate)")
+    best = best_change(stats, binary=binary) if change == "" else None
+    if best is not None:
+        parts.append(f"what would help most: {best[0]}, about {best[1]:.0%} less time (an estimate)")
+    elif change:
+        parts.append(f"what would help most: {change}")
     return [part for part in parts if part]
 
 
-def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "") -> str:
+def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "", change: str | None = "") -> str:
     """`lines` as one sentence."""
-    return "; ".join(lines(stats, binary=binary, reason=reason))
+    return "; ".join(lines(stats, binary=binary, reason=reason, change=change))
 
 
 def is_slow(stats: Mapping[str, Any]) -> bool:

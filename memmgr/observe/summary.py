@@ -36,7 +36,7 @@ def _line(s: dict[str, Any], binary: bool) -> str:
     limit = s["budget_bytes"]
     of = f" of {size(limit)} ({size(s['unmanaged_peak_bytes'])} unmanaged)" if limit < UNLIMITED else " without a limit"
     planned = f" ({s['planned_passes']} by plan)" if s["planned_passes"] else ""
-    factor = slowdown(s)
+    factor = slowdown(s) if s["resident_bytes.peak"] else None  # nothing ran
     slower = "" if factor is None else f", at least {factor:.2f}x of an unlimited run"
     return (
         f"peak {size(s['resident_bytes.peak'])}{of}; {s['passes']} "
@@ -130,14 +130,16 @@ def report(
     """
     lines = [*fixed(s, binary=binary), *more, *spread(ranks, binary=binary), *own_checkpointing(s, binary=binary)]
     global _next
-    _next = next_command(log)
+    _next = next_command(log) if s["resident_bytes.peak"] else ""
     say(_line(s, binary), *lines)
 
 
 def next_command(log: str | os.PathLike[str] | None) -> str:
     """Where to look closer."""
     if log is None:
-        return 'to look closer:  log="run.jsonl" (or MEMMGR_CONF=log:run.jsonl), then memmgr report run.jsonl'
+        if "MEMMGR_BUDGET" in os.environ:
+            return "to look closer:  the same command with MEMMGR_CONF=log:run.jsonl, then memmgr report run.jsonl"
+        return 'to look closer:  log="run.jsonl" as an argument of the budget, then memmgr report run.jsonl'
     return "where the time and the memory went:  memmgr report " + shlex.quote(os.fspath(log))
 
 

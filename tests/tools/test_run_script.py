@@ -350,7 +350,7 @@ def test_a_script_with_a_budget_of_its_own_hears_of_both(folder: Path) -> None:
     """Its user may have set no variable."""
     own = "import memmgr, torch\nwith memmgr.budget('8MB', quiet=True):\n    torch.nn.Linear(8, 8)(torch.ones(8))\n"
     (folder / "own.py").write_text(own)
-    done = memmgr("run", "own.py", cwd=folder)
+    done = memmgr("run", "--budget", "9MB", "own.py", cwd=folder)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "the script has opened a budget of its own" in done.stderr and "memmgr run asks for another" in done.stderr
     assert "MEMMGR_BUDGET is set" not in done.stderr
@@ -583,3 +583,25 @@ def test_the_scripts_own_checkpointing_is_seen() -> None:
 def test_a_wrong_is_an_error_of_its_own() -> None:
     with pytest.raises(UsageError):
         as_python.load(argparse.Namespace(module=True, script="no.such.module"))
+
+
+OWN = """
+import torch, memmgr
+model = torch.nn.Linear(64, 64)
+x = torch.randn(4096, 64)
+{before}
+with memmgr.budget("8MB"):
+    model(x).square().mean().backward()
+print("ended", memmgr.stats()["budget_bytes"])
+"""
+
+
+@pytest.mark.parametrize("before", ["", "model(x)"])
+def test_a_run_without_a_budget_gives_way_to_the_scripts_own(tmp_path: Path, before: str) -> None:
+    """It only measures. A run that is to write a log, or has a limit, is an error as before."""
+    (tmp_path / "train.py").write_text(OWN.format(before=before))
+    done = memmgr("run", "train.py", cwd=tmp_path)
+    assert done.returncode == 0 and "ended 8000000" in done.stdout, done.stderr
+    assert done.stderr.count("memmgr: peak ") == 1 and " of 8 MB " in done.stderr
+    refused = memmgr("run", "--budget", "9MB", "train.py", cwd=tmp_path)
+    assert (refused.returncode != 0 and "already" in refused.stderr) or "of its own" in refused.stderr

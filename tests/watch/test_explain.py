@@ -176,7 +176,7 @@ def test_a_leak_is_told_within_ten_steps_with_its_line() -> None:
     assert "y = model(" in _text(leak.line)
     assert leak.bytes_per_pass == 256 * 64 * 4
     assert leak.since_pass == 1
-    assert "a leak: +65.5 kB a step since step 1 from " in str(found)
+    assert "a leak: +65.5 kB a step since step 1, made at " in str(found)
 
 
 def test_a_line_of_a_notebook_has_the_number_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_leak_is_told_once_while_the_run_goes_on(capsys: pytest.CaptureFixture
         told = next(filter(None, (step() for _ in range(500))))
         assert 10 * 65_536 * len(held) >= 6_000_000
         told += "".join(step() for _ in range(20))
-    assert told.count("memmgr: a leak: +65.5 kB a step since step 1 from ") == 1 and told.count("\n") == 1, told
+    assert told.count("memmgr: a leak: +65.5 kB a step since step 1, made at ") == 1 and told.count("\n") == 1, told
 
 
 def test_a_leak_that_begins_late_has_its_line() -> None:
@@ -259,7 +259,7 @@ def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
         assert bool(leaks.found(lambda: [None])) == (i == PASSES)
     (leak,) = leaks.found(lambda: [None])
     assert (leak.bytes_per_pass, leak.bytes, leak.line) == (100, 100 * PASSES, None)
-    assert "from a line that is not known (mm)" in leak.text()
+    assert "made at a line that is not known (mm)" in leak.text()
     for _ in range(3):  # nothing is added any more
         pager.passes += 1
         leaks.look()

@@ -172,7 +172,7 @@ def test_the_screen_at_80_by_24() -> None:
                 and shown[8].startswith("▓ fixed")
             )
             assert shown[10].startswith("▓▓▓▓▓▓▓▓████████········▄▄▄▄") and shown[12].startswith("· free")
-            assert shown[13].startswith(" 1 modules  2 cells  3 states  4 events   9.5 s old")
+            assert shown[13].startswith(" 1 modules  2 tensors  3 states  4 events   9.5 s old")
             assert shown[12].endswith("leaving  9.5 s old"), "the map is of then"
             assert shown[14].split() == ["module", "resident", "fixed", "absent", "recomputing", "waiting"]
             assert shown[15].split()[:3] == ["Net.first.1", "2", "MB"]

@@ -285,7 +285,7 @@ def test_inside_memmgr_run_its_budget_counts_and_the_callback_says_so_once(tmp_p
     command = [sys.executable, "-P", "-m", "memmgr", "run", "--budget", "200MB", str(script), str(tmp_path), *early]
     done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    said = "memmgr: the script's budget counts (memmgr run or MEMMGR_BUDGET: 200MB), not the callback's (100MB)"
+    said = "memmgr: the budget of memmgr run or MEMMGR_BUDGET counts (200MB), not the callback's (100MB)"
     assert done.stderr.count(said) == 1 and done.stderr.count("memmgr: peak ") == 1, done.stderr
     assert "limit 200000000" in done.stdout and "lines [True, True]" in done.stdout
 

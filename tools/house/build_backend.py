@@ -13,7 +13,13 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from scikit_build_core import build
+try:
+    from scikit_build_core import build
+except ModuleNotFoundError:
+    raise SystemExit(
+        "memmgr is built with scikit-build-core, which is not installed: pip install scikit-build-core cmake ninja, or leave "
+        "--no-build-isolation out"
+    ) from None
 
 COMPILERS = ("c++", "CC", "g++", "clang++", "icpx", "icx", "xlC", "aCC")  # that CMake tries
 NAMED = ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS", "CMAKE_TOOLCHAIN_FILE")  # may name one that is nowhere on the PATH

@@ -96,8 +96,9 @@ class Curve:
 
     def at(self, budget_bytes: int) -> Outlook:
         """The prediction of one budget, made once."""
+        if not self._found:
+            self._say("simulates budgets")
         if budget_bytes not in self._found:
-            self._say(f"simulates {100 * budget_bytes / self.need_bytes:.0f} % of the need")
             self._found[budget_bytes] = outlook(self._trace, budget_bytes, self._link)[0]
         return self._found[budget_bytes]
 

@@ -204,7 +204,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"policy": "all", "results": [asdict(r) for r in results]}))
         else:
-            _show(results)
+            _show(results, tier)
         return 0
     result, steps = _simulate(trace, args.policy, ratio, budget, tier, bound)
     if args.policy == "plan" and not result.feasible:
@@ -214,7 +214,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(result)))
     else:
-        _show([result])
+        _show([result], tier)
     return 0
 
 
@@ -443,13 +443,16 @@ def _show_why(results: Iterable[Result]) -> None:
     print("".join(f"{line}\n" for line in sorted(said)), end="")
 
 
-def _show(results: list[Result]) -> None:
+def _show(results: list[Result], link: TierLink | None) -> None:
     first = results[0]
     bound = f", no schedule below {first.lower_bound:.4f}" if first.lower_bound is not None else ""
     print(
         f"unmanaged: {megabytes(first.unmanaged_peak_bytes)}, {first.unmanaged_seconds * 1e3:,.1f} ms; "
         f"budget: {megabytes(first.budget_bytes)} ({first.ratio:.0%}){bound}"
     )
+    if link is not None:
+        rate = show_size(link.read_bytes_per_second)
+        print(f"assumed: a link that moves {rate} a second each way and does nothing else, and no cost per op")
     rows = [
         [
             r.policy,

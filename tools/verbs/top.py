@@ -123,6 +123,9 @@ def run(args: argparse.Namespace) -> int:
                 _repeat(attached, args)
     except KeyboardInterrupt:
         pass
+    if find_spec("textual") is None and sys.stdout.isatty() and not (args.once or args.json or args.ascii):
+        # At the end: the screen is cleared before.
+        print(f"memmgr top: the full screen needs the package textual: {pip_line('top')}", file=sys.stderr)
     return 0
 
 
@@ -166,10 +169,7 @@ def _can_draw(args: argparse.Namespace) -> bool:
         return True
     if args.ascii or not _utf8() or not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb"):
         return False
-    if find_spec("textual") is None:
-        print(f"memmgr top: the full screen needs the package textual: {pip_line('top')}", file=sys.stderr)
-        return False
-    return True
+    return find_spec("textual") is not None
 
 
 def _on_output(driver: Any) -> Any:

@@ -212,7 +212,9 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
     from memmgr.tools.tune.search import Tuned
 
     assert isinstance(tuned, Tuned)
-    made, busy = tuned.proposal, tuned.noise > NOISY
+    made = tuned.proposal
+    # Nor can a run under a budget be much faster than one without.
+    busy = tuned.noise > NOISY or any(at.measured is not None and at.measured * NOISY < 1 for at in tuned.curve)
     if busy:
         used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
         print(
@@ -222,8 +224,9 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
     if made is not None:
         print(
             f"proposal{' (run this again on an idle machine to confirm it)' * busy}: {show_size(made.budget_bytes)}, "
-            f"{made.share} % of the need: predicted {_factor(made.predicted)} before it was run, measured "
-            f"{_factor(made.measured)} over {made.passes} passes\n  {_command(args, show_size(made.budget_bytes))}"
+            f"{made.share} % of the need: predicted {_factor(made.predicted)} before its run (the table has the predictions with "
+            f"the costs that the runs measured), measured {_factor(made.measured)} over {made.passes} passes\n"
+            f"  {_command(args, show_size(made.budget_bytes))}"
         )
     elif tried := [at for at in tuned.curve if at.measured is not None]:
         best = _command(args, show_size(min(tried, key=lambda at: at.measured or 0.0).budget_bytes), log="run.jsonl")

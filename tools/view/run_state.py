@@ -21,6 +21,12 @@ LAYERS = ("fixed", "evictable", "evicted", "offloaded")
 """The layers of a moment's memory, from below, by their names in every picture."""
 
 
+EVENTS = {
+    "evict": "evicted", "offload": "offloaded", "reload": "read back", "recompute": "recomputed", "stall": "waited for room",
+}  # fmt: skip
+"""The stream's events, as views name them."""
+
+
 @dataclass(frozen=True)
 class Point:
     """One sample. `evictable` is part of `resident`; `evicted` and `offloaded` are absent."""
@@ -217,7 +223,7 @@ class RunState:
             now.setdefault(str(item["what"]), Sum()).add(*sums)
         self.unlisted += int(line.get("unlisted", 0))
         said = [
-            f"{what} {s.count} ({self.size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
+            f"{EVENTS.get(what, what)} {s.count} ({self.size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
             for what, s in now.items()
         ]
         if said:

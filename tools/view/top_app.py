@@ -22,20 +22,19 @@ from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import Attached
 from memmgr.tools.view.run_state import RunState
 
-PANELS = ("modules", "cells", "states", "events")
-SOURCES = {"cells": "cells", "modules": "cells", "states": "holders"}
+PANELS = ("modules", "tensors", "states", "events")
+SOURCES = {"tensors": "cells", "modules": "cells", "states": "holders"}
 """Whose line of the stream a panel shows: it may be older than the rest."""
 FOLLOW_SECONDS = 2.0
 HELP = """\
 [b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
 
-1 to 4    modules, cells (tensors' memory), model states, events
+1 to 4    modules, tensors, model states, events
 tab       the next panel
-s         sort the cells by the next column: size, age, cost, module, op, state
+s         sort the tensors by the next column: size, age, cost, module, op, state
 /         show only what contains a text; escape shows all again
 p         pause: the picture stands still, the training does not
 left right   the previous, the next process
-up down   move in the table
 q         quit; the training goes on
 
 [b]Memory over time[/b]: the line is the budget, marks below are ends of passes.
@@ -43,7 +42,8 @@ fixed = cannot be evicted: small tensors, workspaces, those whose address is
 out, and in tables and the address space those of the op that runs;
 evictable = the other resident bytes; at times = between the least and the most
 of a column, which is some samples; evicted = dropped, to be recomputed, and
-offloaded = copied to the tier: at their most; absent = both of them.
+offloaded = copied to the tier: at their most; absent = both of them;
+clean = resident, and the tier has a copy.
 
 [b]Address space[/b]: leaving = chosen to be evicted, or copied already.
 
@@ -193,7 +193,7 @@ class TopApp(App[None]):
         bar = Text()
         for i, name in enumerate(PANELS):
             bar.append(f" {i + 1} {name} ", "reverse" if name == self._panel else "")
-        if self._panel == "cells":
+        if self._panel == "tensors":
             bar.append(f"  by {self._order}")
         if self._panel in SOURCES:
             line = getattr(watched, SOURCES[self._panel])
@@ -208,7 +208,7 @@ class TopApp(App[None]):
         head: tuple[str, ...]
         widths: tuple[int, ...]
         rows: list[tuple[str, ...]]
-        if self._panel == "cells":
+        if self._panel == "tensors":
             head, widths = text.cell_columns(self.size.width)
             rows = text.cell_rows(watched, self._order, self._wanted)
         elif self._panel == "modules":
@@ -254,7 +254,7 @@ class TopApp(App[None]):
 
     def action_sort(self) -> None:
         self._order = text.SORTS[(text.SORTS.index(self._order) + 1) % len(text.SORTS)]
-        self._panel = "cells"
+        self._panel = "tensors"
         self.draw()
 
     def action_panel(self, name: str) -> None:

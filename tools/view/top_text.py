@@ -352,7 +352,7 @@ def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
         spent = seconds.get(name, {})
         row = (
             name,
-            *(watched.size(size) for size in sizes),
+            *(watched.size(size) if name in shares else "-" for size in sizes),
             *(
                 show_seconds(sum(spent[w].seconds for w in what if w in spent))
                 for what in (("recompute",), ("stall", "reload"))
