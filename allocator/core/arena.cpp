@@ -615,10 +615,16 @@ Arena::Request Arena::MakeRequest(uint64_t requested_bytes, End end, StreamOrder
   return request;
 }
 
-// Returns true if the request, for which reclaim has found nobody, has another way.
+// Lets a request for which reclaim has found nobody do without a site, or pass the budget by pages. Returns false if it
+// has neither way.
 bool Arena::Concede(Request* request) {
-  if (request->lacks_memory && !request->no_site) return request->no_site = true;
-  return request->lacks_pages && !request->beyond ? request->beyond = true : false;
+  if (request->lacks_memory && !request->no_site)
+    request->no_site = true;
+  else if (request->lacks_pages && !request->beyond)
+    request->beyond = true;
+  else
+    return false;
+  return true;
 }
 
 void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
@@ -632,8 +638,10 @@ void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
     p = MakeRoomAndTry(&hold, &request);
     if (p == nullptr) p = Reclaim(&hold, &request);
   }
-  const uint64_t committed = committed_bytes() + stats_.outside_bytes;
-  if (request.beyond && committed > budget()) conceded_bytes_ = committed - budget();
+  if (request.beyond) {
+    const uint64_t committed = committed_bytes() + stats_.outside_bytes;
+    if (committed > budget()) conceded_bytes_ = committed - budget();
+  }
   if (p == nullptr) ++stats_.failures;
   return p;
 }

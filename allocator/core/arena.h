@@ -18,7 +18,7 @@
 //   I1  a block is handed out only while resident <= budget
 //   I2  committed + outside > budget only while there is no spare page left to give back; where giving back waits
 //       (GiveBack::kAfterSettle) this is so when pages are committed, not after every free, and they pass the budget by
-//       a page for each area or more only after reclaim has found nobody (PagesBeyond)
+//       a page for each area or more only after reclaim has found nobody, or in a period with places (PagesBeyond)
 //   I3  those of each heap (heap.cpp)
 #pragma once
 

@@ -261,7 +261,7 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
     ++synchronizations_;
     return 0;
   }
-  return Synchronize();  // for all free memory that waits for such a stream, and not for each piece of it again
+  return Synchronize();  // It settles all free memory, so that no other piece waits again.
 }
 
 // ---- allocate and free -----------------------------------------------------------------------------------------

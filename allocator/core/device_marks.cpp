@@ -220,7 +220,7 @@ int Device::SynchronizeAll(StreamMask touched, const StreamTimes& times) {
     if (Capturing(stream, &error)) return -EBUSY;
     ++synchronizations_;
     if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);
-    if (Noted(error) != CUDA_SUCCESS) return Synchronize();  // of all streams, and so of the rest of these
+    if (Noted(error) != CUDA_SUCCESS) return Synchronize();  // It waits for all streams.
   }
   if (!by_marks || driver_.StreamQuery(settler) == CUDA_SUCCESS) return 0;
   ++synchronizations_;

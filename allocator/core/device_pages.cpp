@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "timed.h"
+
 namespace memmgr {
 namespace {
 
@@ -44,18 +46,6 @@ size_t PageBytes(size_t granularity, size_t total_bytes) {
   const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : usual;
   return std::clamp(std::bit_floor(std::max<size_t>(wanted, 1)), granularity, std::max(granularity, kMostPage));
 }
-
-class Timed {
- public:
-  explicit Timed(std::atomic<uint64_t>* sum) : sum_(sum) {}
-  ~Timed() {
-    *sum_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count();
-  }
-
- private:
-  std::atomic<uint64_t>* const sum_;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 }  // namespace
 

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 #include <new>
 #include <system_error>
@@ -18,6 +17,7 @@
 #include "device_pages.h"
 #include "memmgr/device.h"
 #include "ordering.h"
+#include "timed.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -73,21 +73,6 @@ class NoSignals {
   sigset_t before_;
 };
 
-// Adds the time that it lives to a sum.
-class SpentTime {
- public:
-  explicit SpentTime(std::atomic<uint64_t>* sum) : sum_(sum) {}
-  ~SpentTime() {
-    *sum_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count();
-  }
-  SpentTime(const SpentTime&) = delete;
-  SpentTime& operator=(const SpentTime&) = delete;
-
- private:
-  std::atomic<uint64_t>* const sum_;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
-
 // 0 or an errno. The advice returns an error where a write would end the process.
 int Populate(char* from, uint64_t bytes) {
   while (madvise(from, bytes, MADV_POPULATE_WRITE) != 0) {
@@ -113,7 +98,7 @@ LockedMemory::LockedMemory(const mm_driver& driver, int ordinal, uint64_t capaci
       end_(capacity_bytes) {}
 
 bool LockedMemory::Open(std::string* wrong) {
-  const SpentTime locking(&lock_nanoseconds_), waiting(&lock_wait_nanoseconds_);
+  const Timed locking(&lock_nanoseconds_), waiting(&lock_wait_nanoseconds_);
   uint64_t first = EndOf(0, first_bytes_);
   const auto cannot = [&](const std::string& why) {
     *wrong = "cannot page-lock " + std::to_string(first) + " bytes of host memory: " + why;
@@ -220,7 +205,7 @@ void LockedMemory::Give(uint64_t offset, uint64_t bytes) {
 }
 
 void LockedMemory::Await(uint64_t ticket) {
-  const SpentTime waiting(&lock_wait_nanoseconds_);
+  const Timed waiting(&lock_wait_nanoseconds_);
   Hold hold(mutex_);
   changed_.wait(hold, [&] { return jobs_done_ != ticket || !growing_; });
 }
@@ -326,7 +311,7 @@ void LockedMemory::Work() {
 
 // Without the lock.
 void LockedMemory::Run(Job* job) {
-  const SpentTime locking(&lock_nanoseconds_);
+  const Timed locking(&lock_nanoseconds_);
   // Page-locking has nothing to do with another thread's capture.
   const EnsureContext context(driver_, ordinal_);
   const RelaxedCapture relaxed(driver_);

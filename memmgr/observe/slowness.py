@@ -138,37 +138,39 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
 LEAKED = "an end of the leak: more budget only delays it. Keep numbers, as loss.item() or .detach() make them, and not the graph"
 
 
-def instead(leaks: Sequence[str], ended_by: str) -> str | None:
-    """The change to name in place of the estimated one: against a leak, and after a `BudgetError`, which names a budget.
+def wants_budget(leaks: Sequence[str], ended_by: str) -> bool:
+    """More budget may be advised: not beside a leak, and not after a `BudgetError`, which names a budget itself.
 
     Args:
         leaks: sentences about them.
         ended_by: the class of the exception that ended the run; empty: none.
     """
-    return None if ended_by == "BudgetError" else LEAKED if leaks else ""
+    return not leaks and ended_by != "BudgetError"
 
 
-def lines(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "", change: str | None = "") -> list[str]:
+def lines(
+    stats: Mapping[str, Any], *, binary: bool = False, reason: str = "", leaks: Sequence[str] = (), ended_by: str = ""
+) -> list[str]:
     """Where the time went, passes without a plan, the change that would help most: one to three lines.
 
     Args:
         stats: `memmgr.stats()`.
         binary: sizes in powers of two.
         reason: as in `unplanned`.
-        change: the change to name; None: none; empty: the one that is estimated to help most.
+        leaks, ended_by: as in `wants_budget`.
     """
     parts = [WHERE + losses(stats).text, unplanned(stats, reason)]
-    best = best_change(stats, binary=binary) if change == "" else None
-    if best is not None:
+    best = best_change(stats, binary=binary) if wants_budget(leaks, ended_by) else None
+    if leaks:
+        parts.append(f"what would help most: {LEAKED}")
+    elif best is not None:
         parts.append(f"what would help most: {best[0]}, about {best[1]:.0%} less time (an estimate)")
-    elif change:
-        parts.append(f"what would help most: {change}")
     return [part for part in parts if part]
 
 
-def why_slow(stats: Mapping[str, Any], *, binary: bool = False, reason: str = "", change: str | None = "") -> str:
-    """`lines` as one sentence."""
-    return "; ".join(lines(stats, binary=binary, reason=reason, change=change))
+def why_slow(stats: Mapping[str, Any], **options: Any) -> str:
+    """`lines` as one sentence, with the same options."""
+    return "; ".join(lines(stats, **options))
 
 
 def is_slow(stats: Mapping[str, Any]) -> bool:

@@ -329,9 +329,10 @@ class PagerRuntime:
             log = self.telemetry.log_path
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
             if slowness.is_slow(self._final):
-                change = slowness.instead(self.leak_texts(), self.ended_by)
                 why = "; ".join(left) or self._no_plan
-                left = slowness.lines(self._final, binary=self.config.binary, reason=why, change=change)
+                left = slowness.lines(
+                    self._final, binary=self.config.binary, reason=why, leaks=self.leak_texts(), ended_by=self.ended_by
+                )
             graphs = self._graphs.lines(binary=self.config.binary)
             more = [*self.leak_texts(), *left, *graphs]
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)

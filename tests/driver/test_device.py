@@ -485,7 +485,7 @@ def test_what_the_driver_gave_obeys_the_budget(device_core, loaded_driver, seed:
 def test_pages_for_bytes_that_fit_pass_the_budget_where_nobody_can_leave(
     open_device: OpenDevice, driver: FakeDriver, captured: bool
 ) -> None:
-    """Nobody is asked twice for the same pages, nor inside a capture."""
+    """Reclaim is asked once for the same pages, and never inside a capture."""
     driver.set_granularity(64 * KIB)
     device = open_device(budget=MIB)
     stream, asked = driver.stream(), []

@@ -605,3 +605,10 @@ def test_a_run_without_a_budget_gives_way_to_the_scripts_own(tmp_path: Path, bef
     assert done.stderr.count("memmgr: peak ") == 1 and " of 8 MB " in done.stderr
     refused = memmgr("run", "--budget", "9MB", "train.py", cwd=tmp_path)
     assert (refused.returncode != 0 and "already" in refused.stderr) or "of its own" in refused.stderr
+
+
+def test_a_run_without_a_budget_gives_way_to_a_callback(tmp_path: Path) -> None:
+    code = "from memmgr.api.autostart import budget_of_the_script\nprint(budget_of_the_script())"
+    (tmp_path / "train.py").write_text(code)
+    assert memmgr("run", "train.py", cwd=tmp_path).stdout.strip() == "None"
+    assert "9 MB" in memmgr("run", "--budget", "9MB", "train.py", cwd=tmp_path).stdout

@@ -363,6 +363,18 @@ def test_a_busy_machine_is_said_before_the_verdict(capsys: pytest.CaptureFixture
         assert ("proposal (run this again on an idle machine to confirm it): " in said) == busy and "proposal" in said
 
 
+def test_a_run_in_a_budget_that_is_faster_than_those_without_is_not_confirmed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    args = parser.parse_args(["train.py"])
+    curve, made, knee = search.propose(FakeCurve(), 1.5, lambda size, name: Measured(0.6, 9))  # type: ignore[arg-type]
+    tune._show_proposal(search.Tuned(10**8, 1.0, 1.5, curve, made, knee), args, "cpu")
+    said = capsys.readouterr().out
+    assert "a run in a budget took less time than those without one" in said and "to confirm it" in said
+
+
 def test_devices_within_the_need_are_named() -> None:
     assert search.device_sizes(10**6) == []
     assert [size for size, _ in search.device_sizes(30 * 2**30)] == [16 * 2**30, 24 * 2**30]

@@ -79,3 +79,10 @@ def test_one_sentence_has_all_of_it() -> None:
     assert not is_slow(_stats(recompute_seconds=0.0, stall_seconds=0.1, own_seconds=0.1))
     assert not is_slow(_stats(budget_bytes=UNLIMITED))
     assert not is_slow(_stats(unmanaged_peak_bytes=1)), "all of it fitted"
+
+
+def test_more_budget_is_advised_neither_beside_a_leak_nor_after_a_budget_error() -> None:
+    assert "of budget" in why_slow(_stats())
+    leaking = why_slow(_stats(), leaks=["a leak: +3 MB a step"])
+    assert "of budget" not in leaking and "loss.item()" in leaking
+    assert "what would help most" not in why_slow(_stats(), ended_by="BudgetError")

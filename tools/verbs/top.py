@@ -120,12 +120,9 @@ def run(args: argparse.Namespace) -> int:
                     app.driver_class = _on_output(app.driver_class)
                 app.run()
             else:
-                _repeat(attached, args)
+                _repeat_with_hint(attached, args)
     except KeyboardInterrupt:
         pass
-    if find_spec("textual") is None and sys.stdout.isatty() and not (args.once or args.json or args.ascii):
-        # At the end: the screen is cleared before.
-        print(f"memmgr top: the full screen needs the package textual: {pip_line('top')}", file=sys.stderr)
     return 0
 
 
@@ -257,6 +254,15 @@ def _repeat(attached: list[Attached], args: argparse.Namespace) -> None:
         if all(one.over for one in shown):
             return
         time.sleep(args.interval)
+
+
+def _repeat_with_hint(attached: list[Attached], args: argparse.Namespace) -> None:
+    """The hint comes last, because the screen is cleared again and again."""
+    try:
+        _repeat(attached, args)
+    finally:
+        if find_spec("textual") is None and sys.stdout.isatty() and not args.ascii:
+            print(f"memmgr top: the full screen needs the package textual: {pip_line('top')}", file=sys.stderr)
 
 
 def _is_page() -> bool:

@@ -216,10 +216,12 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
     # Nor can a run under a budget be much faster than one without.
     busy = tuned.noise > NOISY or any(at.measured is not None and at.measured * NOISY < 1 for at in tuned.curve)
     if busy:
+        noisy = f"runs without a budget took up to {_factor(tuned.noise)} of one another's time"
+        seen = noisy if tuned.noise > NOISY else "a run in a budget took less time than those without one"
         used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
         print(
-            f"the machine was busy: runs without a budget took up to {_factor(tuned.noise)} of one another's time, so measured "
-            "times say little" + (f". By processor time, without waiting: {used}" if used else "")
+            f"the machine was busy: {seen}, so measured times say little"
+            + (f". By processor time, without waiting: {used}" if used else "")
         )
     if made is not None:
         print(

@@ -9,7 +9,7 @@ from html import escape
 
 from memmgr.config.sizes import show_seconds
 from memmgr.observe.advice import changes, no_change, own_checkpointing
-from memmgr.observe.slowness import WHERE, instead, why_slow
+from memmgr.observe.slowness import WHERE, wants_budget, why_slow
 from memmgr.observe.summary import main_figures
 from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time
@@ -96,7 +96,7 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
     lines = [
         *watched.leaks,
         *own_checkpointing(stats, binary=binary),
-        *(changes(stats, binary=binary) if _change(watched) == "" else ()),
+        *(changes(stats, binary=binary) if wants_budget(watched.leaks, _ended_by(watched)) else ()),
         *_faults(watched),
     ]
     if watched.end is None and not stats["passes"]:
@@ -111,15 +111,16 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
     yield from _plans(watched)
 
 
-def _change(watched: RunState) -> str | None:
-    return instead(watched.leaks, str((watched.end or {}).get("error") or ""))
+def _ended_by(watched: RunState) -> str:
+    return str((watched.end or {}).get("error") or "")
 
 
 def _why(watched: RunState) -> str:
     """The first paragraph: the shares of the time and the change that would help most, in sentences."""
     reasons = [text.partition(": ")[2] for _, text in watched.plans if text.startswith(("no plan", "left plan"))]
     reason = reasons[-1] if reasons else ""
-    text = clean(why_slow(watched.stats, binary=watched.binary, reason=reason, change=_change(watched)))
+    known = {"leaks": watched.leaks, "ended_by": _ended_by(watched)}
+    text = clean(why_slow(watched.stats, binary=watched.binary, reason=reason, **known))
     text = text.removeprefix(WHERE)
     return ". ".join(part[0].upper() + part[1:] for part in text.split("; ") if part) + "."
 

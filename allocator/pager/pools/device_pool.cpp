@@ -281,8 +281,8 @@ void DevicePool::uninstall() {
   if (is_torchs())
     settle();
   else if (is_cuda())
-    // Torch goes on with this allocator, and the pages are its cache until torch.cuda.empty_cache. A capture that
-    // refuses the wait has done so before, and was told.
+    // Torch goes on with this allocator, and the pages are its cache until torch.cuda.empty_cache. The wait is refused
+    // during a capture, which an earlier step of closing has reported.
     mm_device_synchronize(memory_);
   else
     mm_device_trim(memory_, 0);  // waits for the device, too
