@@ -10,14 +10,15 @@ which takes at least its op's time; another one is written in the gap and read b
 more needs no memory. The pass is cut into stretches of equal time. In the fullest op of each stretch the op's own storages,
 and the fractions of the gaps around it that are resident, have to fit. The bytes that are written (read) in a stretch take
 at most the stretch's time on the link, and each stretch may last longer than its ops: the sum of these delays is minimised.
-The time of ops that run again counts as delay. Storages that live from pass to pass (`Trace.cycle`) have a gap over the end
-of the pass.
+The time of ops that run again counts as delay, in or after the stretch of their storage's last touch. Storages that live from
+pass to pass (`Trace.cycle`) have a gap over the end of the pass: the fraction that is away when it ends is away when it begins.
+In the fullest ops, `MOMENTS` of them, the inputs of ops that run again after them are in memory, below, or made again as well.
 
 Source: the relaxation of `policies/plan/bound.py`, with the link's time; not from a paper.
 
-*Known limitations*: a relaxation, so it may lie below every schedule: an op that runs again finds its inputs in memory,
-bytes may be written as soon as the stretch begins in which they are made, copies have no latency, blocks have no addresses.
-Storages below 64 KiB and tensors that change their size count nothing.
+*Known limitations*: a relaxation, so it may lie below every schedule: between those moments an op that runs again finds its
+inputs in memory, bytes may be written as soon as the stretch begins in which they are made, copies have no latency, blocks
+have no addresses. Storages below 64 KiB and tensors that change their size count nothing. Two minutes a budget for 830 ops.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from memmgr.telemetry.trace_file import read_trace
 
 SMALL = 1 << 16
 STRETCHES = 96
+MOMENTS = 16
 
 
 @dataclass
@@ -57,20 +59,6 @@ class Gap:
     read: dict[int, int] = field(default_factory=dict)
     again: int | None = None
     clean: int | None = None
-
-
-@dataclass
-class Dead:
-    """A storage that is not touched any more, and that an op which runs again needs.
-
-    Attributes:
-        kept, again: variables: the fraction that stays in memory until then, and the one that is made again.
-        until: the first op before which it may be needed.
-    """
-
-    kept: int
-    again: int | None
-    until: int
 
 
 def gaps_of(trace: Trace) -> Iterator[Gap]:
@@ -111,11 +99,6 @@ class Program:
         self.delays = [self.rows.variable(1.0, 0.0, float("inf")) for _ in self.ends]
         self.gaps = [gap for gap in gaps_of(trace) if gap.before > gap.after + 1]
         self.fullest = self._fullest()
-        self.last_touch = [-1] * len(trace.storages)
-        for k, op in enumerate(trace.ops):
-            for s in (*op.inputs, *op.outputs):
-                self.last_touch[s] = k
-        self.dead: dict[int, Dead] = {}
 
     def _stretches(self) -> list[int]:
         """The op behind each stretch of the pass."""
@@ -159,13 +142,12 @@ class Program:
         """
         for gap in self.gaps:
             self._moves(gap)
-        for gap in self.gaps:
-            if gap.again is not None:
-                self._needs_inputs(gap.storage, gap.again, gap.before)
         self._copies()
         self._passes()
         self._fits()
         self._takes_time()
+        for i in self._full():
+            self._again_after(i)
         found = self.rows.solve()
         return None if found is None else found[0]
 
@@ -188,24 +170,6 @@ class Program:
             rows.at_most(0.0, *((v, -c) for v, c in away))
         if gap.before < len(self.trace.ops):  # all of it is back
             rows.at_most(0.0, *away)
-
-    def _needs_inputs(self, storage: int, again: int, before: int) -> None:
-        """An op that runs again for a fraction finds as much of each input that is dead by then: kept, or made again."""
-        for s in self.trace.ops[self.trace.storages[storage].maker].inputs:
-            stored = self.trace.storages[s]
-            maker = self.trace.ops[stored.maker]
-            alive = stored.released == HELD or self.last_touch[s] >= before or maker.kind == OpKind.CONSTANT
-            if alive or stored.size_bytes < SMALL:
-                continue
-            found = self.dead.get(s)
-            if found is None:
-                own = self.rows.variable(0.0) if maker.kind == OpKind.COMPUTE else None
-                found = self.dead[s] = Dead(self.rows.variable(0.0), own, before)
-                if own is not None:
-                    self._needs_inputs(s, own, before)
-            found.until = min(found.until, before)
-            has = [(found.kept, -1.0)] + ([] if found.again is None else [(found.again, -1.0)])
-            self.rows.at_most(0.0, (again, 1.0), *has)
 
     def _made(self, gap: Gap) -> list[tuple[int, float]]:
         return [] if gap.again is None else [(gap.again, 1.0)]
@@ -235,6 +199,7 @@ class Program:
                 left = [] if ended is None or ended.clean is None else [(ended.clean, -1.0)]
                 left += [] if ended is None else [(v, -1.0) for v in ended.written.values()]
                 self.rows.at_most(0.0, (begun.clean, 1.0), *left)
+                self.rows.at_most(0.0, (begun.clean, -1.0), *((v, -c) for v, c in left))
 
     def _fits(self) -> None:
         """In the fullest op of each stretch the resident bytes are at most the budget."""
@@ -250,33 +215,126 @@ class Program:
                 terms += [(gap.clean, -size), *((v, -size) for v, _ in self._made(gap))]
                 terms += [(v, -size) for j, v in gap.written.items() if j <= i]
                 terms += [(v, size) for j, v in gap.read.items() if j < i]
-            for s, dead in self.dead.items():
-                if self.last_touch[s] < k < dead.until:
-                    terms.append((dead.kept, self.trace.storages[s].size_bytes))
             self.rows.at_most(self.budget_bytes - there, *terms)
+
+    def _full(self) -> list[int]:
+        """The stretches whose fullest op is farthest beyond the budget if nothing leaves."""
+        size = [storage.size_bytes for storage in self.trace.storages]
+        excess = {
+            i: sum(size[g.storage] for g in self.gaps if g.after < k < g.before) + self._own(k) - self.budget_bytes
+            for i, k in enumerate(self.fullest)
+        }
+        return sorted((i for i, more in excess.items() if more > 0), key=lambda i: -excess[i])[:MOMENTS]
+
+    def _again_after(self, i: int) -> None:
+        """Ops that run again after the fullest op of stretch i: each input is in memory then, below, or made again as well.
+
+        Of every storage that is used later a fraction is in memory at that op, one is below, and the rest is made again. Of
+        an input that the program has released the fractions are as large as the largest that is made from it.
+        """
+        k = self.fullest[i]
+        trace, rows = self.trace, self.rows
+        over = {gap.storage: gap for gap in self.gaps if gap.after < k < gap.before}
+        there = {*trace.ops[k].inputs, *trace.ops[k].outputs}
+        again: dict[int, int] = {}  # by op
+        resident: list[tuple[int, float]] = []
+        released: dict[int, int] = {}
+        todo = []
+
+        def run_again(op: int) -> list[tuple[int, float]]:
+            if trace.ops[op].kind != OpKind.COMPUTE or op >= k:
+                return []
+            if op not in again:
+                again[op] = rows.variable(0.0)
+                todo.append(op)
+            return [(again[op], -1.0)]
+
+        def fractions(s: int) -> list[tuple[int, float]]:
+            size = trace.storages[s].size_bytes
+            kept, below = rows.variable(0.0), rows.variable(0.0)
+            resident.append((kept, size))
+            if s in over:
+                rows.at_most(0.0, (below, 1.0), *((v, -c) for v, c in self._below(over[s], i)))
+            else:
+                released[s] = below
+            return [(kept, -1.0), (below, -1.0), *run_again(trace.storages[s].maker)]
+
+        for s in over:
+            rows.at_most(-1.0, *fractions(s))
+        found: dict[int, list[tuple[int, float]]] = {}
+        for op in todo:  # grows
+            for s in trace.ops[op].inputs:
+                small = trace.storages[s].size_bytes < SMALL
+                if s in over or s in there or small or trace.ops[trace.storages[s].maker].kind == OpKind.CONSTANT:
+                    continue
+                if s not in found:
+                    found[s] = fractions(s)
+                rows.at_most(0.0, (again[op], 1.0), *found[s])
+        rows.at_most(self.budget_bytes - self._own(k), *resident)
+        rows.at_most(
+            0.0, *((v, trace.ops[op].seconds) for op, v in again.items()), *((v, -1.0) for v in self.delays[i:])
+        )
+        self._copies_of_released(i, released)
+
+    def _below(self, gap: Gap, i: int) -> list[tuple[int, float]]:
+        """The fraction that is in the tier alone at the fullest op of stretch i."""
+        assert gap.clean is not None
+        away = [(gap.clean, 1.0), *((v, 1.0) for j, v in gap.written.items() if j <= i)]
+        return away + [(v, -1.0) for j, v in gap.read.items() if j < i]
+
+    def _copies_of_released(self, i: int, below: dict[int, int]) -> None:
+        """Bytes of released storages are written between their making and stretch i, and read from it on, beside all others.
+
+        Args:
+            i: the stretch.
+            below: by storage, the variable of the fraction that is in the tier.
+        """
+        link, size = self.link, [storage.size_bytes for storage in self.trace.storages]
+        made = {s: self.stretch_of(self.trace.storages[s].maker) for s in below}
+        windows = [
+            (range(first, i + 1), [g.written for g in self.gaps], link.write_bytes_per_second)
+            for first in {0, i, *(max(i - (1 << e), 0) for e in range(7))}
+        ]
+        for stretches, moved, rate in (
+            *windows,
+            (range(i, len(self.ends)), [g.read for g in self.gaps], link.read_bytes_per_second),
+        ):
+            others = [
+                (v, size[gap.storage] / rate)
+                for gap, by_stretch in zip(self.gaps, moved, strict=True)
+                for j, v in by_stretch.items()
+                if j in stretches
+            ]
+            copied = [
+                (v, size[s] / rate) for s, v in below.items() if stretches.start >= i or made[s] >= stretches.start
+            ]
+            seconds = sum(self._seconds_of(j) for j in stretches)
+            self.rows.at_most(seconds, *others, *copied, *((self.delays[j], -1.0) for j in stretches))
+
+    def _seconds_of(self, i: int) -> float:
+        """The time of the ops of stretch i."""
+        begin = self.ends[i - 1] if i else 0
+        return sum(op.seconds for op in self.trace.ops[begin : self.ends[i]])
 
     def _takes_time(self) -> None:
         """Copies take the link's time, and ops that run again are delays."""
         out: list[list[tuple[int, float]]] = [[] for _ in self.ends]
         back: list[list[tuple[int, float]]] = [[] for _ in self.ends]
-        again = [(v, -1.0) for v in self.delays]
+        again: list[list[tuple[int, float]]] = [[] for _ in self.ends]  # by the stretch before which none of it runs
         for gap in self.gaps:
             size = self.trace.storages[gap.storage].size_bytes
             for i, v in gap.written.items():
                 out[i].append((v, size / self.link.write_bytes_per_second))
             for i, v in gap.read.items():
                 back[i].append((v, size / self.link.read_bytes_per_second))
-            again += [(v, gap.seconds or 0.0) for v, _ in self._made(gap)]
-        for s, dead in self.dead.items():
-            if dead.again is not None:
-                again.append((dead.again, self.trace.ops[self.trace.storages[s].maker].seconds))
-        self.rows.at_most(0.0, *again)
-        begins = [0, *self.ends]
-        for i, (begin, end) in enumerate(zip(begins, self.ends, strict=False)):
-            seconds = sum(op.seconds for op in self.trace.ops[begin:end])
+            again[self.stretch_of(max(gap.after, 0))] += [(v, gap.seconds or 0.0) for v, _ in self._made(gap)]
+        for i in range(len(self.ends)):
+            later = [term for terms in again[i:] for term in terms]
+            self.rows.at_most(0.0, *later, *((v, -1.0) for v in self.delays[i:]))
+        for i in range(len(self.ends)):
             ways = [[*out[i], *back[i]]] if self.link.shared else [out[i], back[i]]
             for way in ways:
-                self.rows.at_most(seconds, *way, (self.delays[i], -1.0))
+                self.rows.at_most(self._seconds_of(i), *way, (self.delays[i], -1.0))
 
 
 def main() -> None:
