@@ -453,16 +453,33 @@ class Dense(models.Training):
         super().__init__(model, lambda: model(images, labels))
 
 
+class Dropout(models.Training):
+    """An op with two outputs: backward needs the mask, and the next block the result, which the program has dropped."""
+
+    def __init__(self) -> None:
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+        first = torch.randn(2048, 64)
+
+        def loss() -> torch.Tensor:
+            x = first
+            for layer in layers:
+                x = x + torch.native_dropout(layer(x), 0.1, True)[0]
+            return x.square().mean()
+
+        super().__init__(layers, loss)
+
+
 @pytest.mark.parametrize(
-    ("make", "policy", "share"), [(Tree, "evict", 0.45), (Dense, "evict", 0.5), (Dense, "auto", 0.4)]
+    ("make", "policy", "share"),
+    [(Tree, "evict", 0.45), (Dense, "evict", 0.5), (Dense, "auto", 0.4), (Dropout, "evict", 0.6)],
 )
 def test_a_plan_is_done_as_it_says(make: type[models.Training], policy: str, share: float) -> None:
     """No tensor is dropped before its dependents are made, or stays after that. A tensor that the plan has evicted and
     that is made as an intermediate is dropped again, and one that later groups read stays for them.
     """
+    limit = int(need(make) * share)
     torch.manual_seed(0)
     training = make()
-    limit = int(need(make) * share)
     with memmgr.budget(limit, quiet=True, policy=policy) as mm:
         losses: list[float] = []
         figures: list[dict[str, Any]] = []

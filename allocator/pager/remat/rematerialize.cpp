@@ -41,11 +41,13 @@ NoDestructor<std::vector<Kept>> kept_ghosts;
 
 thread_local RematGroup* tl_group = nullptr;  // the group that this thread runs
 
-bool worth_keeping_locked(const Version* v) {
-  if (!tl_group || !v->temporary) return false;
+bool is_read_later_locked(const Version* v) {
+  if (!tl_group) return false;
   // The plan may keep a ghost that no cell needs yet: a cell that is made of it is evicted later, and made again then.
   return (v->needed > 0 && tl_group->reads_later_locked(v)) || tl_group->may_keep_locked(v);
 }
+
+bool worth_keeping_locked(const Version* v) { return v->temporary && is_read_later_locked(v); }
 
 template <class Which>
 uint64_t end_kept_locked(Trash* trash, Which&& which) {
@@ -272,7 +274,8 @@ void end_loans(const Recipe* r, RunOrder* plan) {
   }
 }
 
-// Gives the bytes of one output to the result, to the output's cell, or to a later recipe of the plan.
+// Gives the bytes of one output to the result, to the output's cell, or to a later recipe of the plan or of the group:
+// an op with several outputs (a dropout's result and its mask) runs once for all of them.
 void hand_out(Pool& pool, const Recipe* r, Version* v, StoragePtr& made, const Version* target, RunOrder* plan,
               at::DataPtr* result) {
   TORCH_CHECK(made->nbytes() == v->nbytes, "memmgr: ", r->info->name(),
@@ -285,8 +288,9 @@ void hand_out(Pool& pool, const Recipe* r, Version* v, StoragePtr& made, const V
     pointer_of(made.get()).clear();
     return;
   }
-  if (give_to_cell(v, made) || plan->uses[v] == 0) return;
+  if (give_to_cell(v, made)) return;
   const Hold lock(graph_lock());
+  if (plan->uses[v] == 0 && !is_read_later_locked(v)) return;
   if (v->cell || v->refs == 1) return;  // no other reference is left
   lend_bytes_locked(pool, v, std::move(pointer_of(made.get())));
   pointer_of(made.get()).clear();
