@@ -63,7 +63,7 @@ def _budget(step: Callable[[], None], policy: str, share: float = 0.6) -> Any:
 
 @scenario(1000)
 def thousand_passes(policy: str) -> Iterator[None]:
-    model = cases.MLP(depth=1)
+    model = cases.MLP(depth=4)
     opt = cases.adamw(model)
 
     def step() -> None:
