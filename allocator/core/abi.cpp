@@ -98,7 +98,6 @@ void mm_arena_follow(mm_arena* arena, mm_places* places) {
   Guarded<int>(-1, [&] { return Of(arena)->Follow(Of(places)), 0; });
 }
 void mm_arena_at(mm_arena* arena, uint32_t position) { Of(arena)->At(position); }
-uint64_t mm_arena_frame_bytes(mm_arena* arena) { return Of(arena)->frame_bytes(); }
 void mm_arena_promise_outside(mm_arena* arena, int64_t delta) { Of(arena)->Promise(delta); }
 uint64_t mm_arena_shortage(mm_arena* arena) { return Of(arena)->Shortage(0); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }

@@ -397,7 +397,7 @@ void Arena::Retire(const Places* places) {
 // nullptr: there are no sites, or not as many addresses.
 SharedFrames* Arena::Share(const Places* places, Layout layout) {
   uint64_t bytes = 0;
-  for (const auto& frames : layout.sites) bytes += frames.size() * pages_.frame_bytes;
+  for (const SiteFrames& site : layout.sites) bytes += site.frames.size() * pages_.frame_bytes;
   uint64_t at = large_.bytes() + small_.bytes();
   for (const Shared& shared : shared_) at = std::max(at, shared.frames->end());
   if (bytes == 0 || at + bytes > range_bytes_) return nullptr;

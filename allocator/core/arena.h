@@ -85,7 +85,6 @@ class Arena final : private ForkAware {
   // A period begins whose blocks have sites (places.h); nullptr: one begins, or goes on, without.
   void Follow(Places* places);
   void At(uint32_t position);
-  uint64_t frame_bytes() const { return pages_.take_frame != nullptr ? pages_.frame_bytes : 0; }
   void Forget(const Places* places);  // they end
   // `order` is for memory in stream order; nullptr where there are no streams.
   void* Alloc(uint64_t requested_bytes, End end, StreamOrder* order = nullptr);

@@ -37,12 +37,12 @@ CUmemAccessDesc AccessOf(int ordinal) {
   return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 }
 
-// A page is a 16,384th of the device's memory, so that the ends of some hundred runs of blocks are small in comparison,
+// A page is a 65,536th of the device's memory, so that the ends of some hundred runs of blocks are small in comparison,
 // and no less than the driver's least. Smaller pages are moved more often before a period has sites, and larger ones
 // leave more of the memory between long-lived blocks unused. MEMMGR_CUDA_PAGE (bytes) overrides it.
 size_t PageBytes(size_t granularity, size_t total_bytes) {
   const char* asked = getenv("MEMMGR_CUDA_PAGE");
-  const size_t usual = total_bytes / 16384 > kUsualPage ? total_bytes / 16384 : granularity;
+  const size_t usual = total_bytes / 65536 > kUsualPage ? total_bytes / 65536 : granularity;
   const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : usual;
   return std::clamp(std::bit_floor(std::max<size_t>(wanted, 1)), granularity, std::max(granularity, kMostPage));
 }

@@ -15,84 +15,178 @@ constexpr uint64_t kDisplacedShare = 64;   // a period misses its sites from so 
 constexpr int kMissesInARow = 2;           // the first period after a computation has blocks of the one before
 constexpr uint64_t kNever = ~uint64_t{0};
 
-// When a frame may be taken: from `from` on, up to `until`.
+constexpr uint64_t kLeastTailShare = 64;  // a shorter tail, of a frame, is not kept
+
+// When a part of a frame may be taken: from `from` on, up to `until`.
 struct Free {
-  uint64_t from, until;
+  uint64_t from = 0, until = kNever;
   bool Has(uint64_t birth, uint64_t end) const { return from <= birth && end <= until; }
+  bool Always() const { return from == 0 && until == kNever; }
   // The one that is wanted again soonest, and of these the one that was free last.
   bool TighterThan(const Free& other) const { return until != other.until ? until < other.until : from > other.from; }
 };
 
-// Returns frames for a new site: those that are free for the tenant's whole life, the tightest first, then new ones.
-std::vector<uint32_t> FramesFor(const Tenant& t, std::vector<Free>* free) {
-  std::vector<uint32_t> frames;
-  for (uint32_t i = 0; i < free->size(); ++i)
-    if ((*free)[i].Has(t.birth, t.birth + t.life)) frames.push_back(i);
-  const size_t wanted = std::min<size_t>(t.pages, frames.size());
-  std::partial_sort(frames.begin(), frames.begin() + static_cast<std::ptrdiff_t>(wanted), frames.end(),
-                    [&](uint32_t a, uint32_t b) {
-                      if ((*free)[a].TighterThan((*free)[b])) return true;
-                      return !(*free)[b].TighterThan((*free)[a]) && a < b;
-                    });
-  frames.resize(wanted);
-  while (frames.size() < t.pages) {
-    frames.push_back(static_cast<uint32_t>(free->size()));
-    free->push_back({0, kNever});
+struct Frame {
+  uint64_t split;  // the length of its head; that of a frame: it has no tail
+  Free head, tail;
+};
+
+class Sharing {
+ public:
+  Sharing(uint64_t ring, uint64_t frame_bytes) : ring_(ring), frame_bytes_(frame_bytes) {}
+
+  Layout Share(std::vector<Tenant>* tenants) {
+    std::vector<Tenant*> order;
+    for (Tenant& t : *tenants) order.push_back(&t);
+    std::stable_sort(order.begin(), order.end(), [&](const Tenant* a, const Tenant* b) {
+      return std::tuple(!LivesOn(*a), a->birth) < std::tuple(!LivesOn(*b), b->birth);
+    });
+    std::unordered_map<uint64_t, std::vector<uint32_t>> alike;  // sites, by bytes
+    for (Tenant* t : order) {
+      if (LivesOn(*t) || !Reuse(alike[t->bytes], t)) {
+        t->site = static_cast<uint32_t>(layout_.sites.size());
+        layout_.sites.push_back(Make(*t));
+        alike[t->bytes].push_back(t->site);
+      }
+      const SiteFrames& site = layout_.sites[t->site];
+      for (size_t i = 0; i < site.frames.size(); ++i) Take(site.frames[i], site.parts[i], *t);
+    }
+    layout_.frames = static_cast<uint32_t>(frames_.size());
+    return std::move(layout_);
   }
-  return frames;
-}
+
+ private:
+  bool LivesOn(const Tenant& t) const { return t.birth + t.life > ring_; }
+
+  Free Of(uint32_t frame, FrameParts parts) const {
+    const Frame& f = frames_[frame];
+    if (parts == kFrameHead) return f.head;
+    if (parts == kFrameTail) return f.tail;
+    return {std::max(f.head.from, f.tail.from), std::min(f.head.until, f.tail.until)};
+  }
+
+  // One that lives on is in the way before its end in the next period and after its birth in this one.
+  bool Fits(const Free& free, const Tenant& t) const {
+    return LivesOn(t) ? free.Always() : free.Has(t.birth, t.birth + t.life);
+  }
+
+  void Take(uint32_t frame, FrameParts parts, const Tenant& t) {
+    const uint64_t end = t.birth + t.life;
+    for (Free* part : {&frames_[frame].head, &frames_[frame].tail}) {
+      if ((parts & (part == &frames_[frame].head ? kFrameHead : kFrameTail)) == 0) continue;
+      *part = LivesOn(t) ? Free{end - ring_, t.birth} : Free{end, part->until};
+    }
+  }
+
+  // Finds the site that is wanted again soonest, of those that are free.
+  bool Reuse(const std::vector<uint32_t>& sites, Tenant* t) const {
+    Free best;
+    bool found = false;
+    for (const uint32_t number : sites) {
+      const SiteFrames& site = layout_.sites[number];
+      Free one;
+      for (size_t i = 0; i < site.frames.size(); ++i) {
+        const Free part = Of(site.frames[i], site.parts[i]);
+        one = {std::max(one.from, part.from), std::min(one.until, part.until)};
+      }
+      if (!Fits(one, *t) || (found && !one.TighterThan(best))) continue;
+      best = one;
+      t->site = number;
+      found = true;
+    }
+    return found;
+  }
+
+  SiteFrames Make(const Tenant& t) {
+    SiteFrames site;
+    uint64_t left = t.bytes;
+    const uint64_t end = left % frame_bytes_;
+    if (const uint32_t tail = end > 0 ? TailFor(t, end) : kNone; tail != kNone) {
+      site.start = frames_[tail].split;
+      Add(&site, tail, kFrameTail);
+      left -= frame_bytes_ - site.start;
+    }
+    for (const uint32_t frame : WholeFrames(t, left / frame_bytes_, site)) Add(&site, frame, kWholeFrame);
+    if (const uint64_t head = left % frame_bytes_; head > 0) {
+      const uint32_t frame = HeadFor(t, head, site);
+      Add(&site, frame, frames_[frame].split < frame_bytes_ ? kFrameHead : kWholeFrame);
+    }
+    return site;
+  }
+
+  static bool Has(const SiteFrames& site, uint32_t frame) {
+    return std::find(site.frames.begin(), site.frames.end(), frame) != site.frames.end();
+  }
+
+  static void Add(SiteFrames* site, uint32_t frame, FrameParts parts) {
+    site->frames.push_back(frame);
+    site->parts.push_back(parts);
+  }
+
+  // The shortest tail of so many bytes that is free, and of these the tightest.
+  uint32_t TailFor(const Tenant& t, uint64_t bytes) const {
+    uint32_t best = kNone;
+    for (uint32_t i = 0; i < frames_.size(); ++i) {
+      const Frame& f = frames_[i];
+      if (frame_bytes_ - f.split < bytes || !Fits(f.tail, t)) continue;
+      if (best == kNone || f.split > frames_[best].split ||
+          (f.split == frames_[best].split && f.tail.TighterThan(frames_[best].tail)))
+        best = i;
+    }
+    return best;
+  }
+
+  // Frames that are free for the tenant's whole life, the tightest first, then new ones.
+  std::vector<uint32_t> WholeFrames(const Tenant& t, uint64_t count, const SiteFrames& site) {
+    std::vector<uint32_t> found;
+    for (uint32_t i = 0; i < frames_.size(); ++i)
+      if (Fits(Of(i, kWholeFrame), t) && !Has(site, i)) found.push_back(i);
+    const size_t wanted = std::min<size_t>(count, found.size());
+    std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(wanted), found.end(),
+                      [&](uint32_t a, uint32_t b) {
+                        const Free one = Of(a, kWholeFrame), other = Of(b, kWholeFrame);
+                        if (one.TighterThan(other)) return true;
+                        return !other.TighterThan(one) && a < b;
+                      });
+    found.resize(wanted);
+    while (found.size() < count) found.push_back(NewFrame());
+    return found;
+  }
+
+  // A frame for the last bytes: the shortest head that is free and long enough, else a frame that is split here.
+  uint32_t HeadFor(const Tenant& t, uint64_t bytes, const SiteFrames& site) {
+    uint32_t best = kNone;
+    for (uint32_t i = 0; i < frames_.size(); ++i) {
+      const Frame& f = frames_[i];
+      if (f.split == frame_bytes_ || f.split < bytes || !Fits(f.head, t) || Has(site, i)) continue;
+      if (best == kNone || f.split < frames_[best].split) best = i;
+    }
+    if (best != kNone) return best;
+    for (uint32_t i = 0; i < frames_.size(); ++i) {
+      const bool unsplit = frames_[i].split == frame_bytes_;
+      if (!unsplit || !Fits(frames_[i].head, t) || Has(site, i)) continue;
+      if (best == kNone || frames_[i].head.TighterThan(frames_[best].head)) best = i;
+    }
+    if (best == kNone) best = NewFrame();
+    if (frame_bytes_ - bytes >= frame_bytes_ / kLeastTailShare) frames_[best].split = bytes;
+    return best;
+  }
+
+  uint32_t NewFrame() {
+    frames_.push_back({frame_bytes_, {}, {}});
+    return static_cast<uint32_t>(frames_.size() - 1);
+  }
+
+  static constexpr uint32_t kNone = ~uint32_t{0};
+  const uint64_t ring_, frame_bytes_;
+  Layout layout_;
+  std::vector<Frame> frames_;
+};
 
 }  // namespace
 
-Layout share_frames(std::vector<Tenant>* tenants, uint64_t ring) {
-  Layout layout;
-  std::vector<Free> free;
-  std::unordered_map<uint32_t, std::vector<uint32_t>> of_length;  // sites, by pages
-  std::vector<Tenant*> order;
-  const auto lives_on = [&](const Tenant* t) { return t->birth + t->life > ring; };
-  for (Tenant& t : *tenants) order.push_back(&t);
-  std::stable_sort(order.begin(), order.end(), [&](const Tenant* a, const Tenant* b) {
-    return std::tuple(!lives_on(a), a->birth) < std::tuple(!lives_on(b), b->birth);
-  });
-  const auto of_site = [&](uint32_t site) {
-    Free all{0, kNever};
-    for (const uint32_t frame : layout.sites[site]) {
-      all.from = std::max(all.from, free[frame].from);
-      all.until = std::min(all.until, free[frame].until);
-    }
-    return all;
-  };
-  for (Tenant* t : order) {
-    const uint64_t end = t->birth + t->life;
-    std::vector<uint32_t>& alike = of_length[t->pages];
-    t->site = static_cast<uint32_t>(layout.sites.size());
-    if (lives_on(t)) {
-      std::vector<uint32_t> frames;
-      for (uint32_t i = 0; i < t->pages; ++i) {
-        frames.push_back(static_cast<uint32_t>(free.size()));
-        free.push_back({end - ring, t->birth});
-      }
-      layout.sites.push_back(std::move(frames));
-      alike.push_back(t->site);
-      continue;
-    }
-    Free best{0, kNever};
-    bool found = false;
-    for (const uint32_t site : alike) {
-      const Free one = of_site(site);
-      if (!one.Has(t->birth, end) || (found && !one.TighterThan(best))) continue;
-      best = one;
-      t->site = site;
-      found = true;
-    }
-    if (!found) {
-      layout.sites.push_back(FramesFor(*t, &free));
-      alike.push_back(t->site);
-    }
-    for (const uint32_t frame : layout.sites[t->site]) free[frame].from = end;
-  }
-  layout.frames = static_cast<uint32_t>(free.size());
-  return layout;
+Layout share_frames(std::vector<Tenant>* tenants, uint64_t ring, uint64_t frame_bytes) {
+  return Sharing(ring, frame_bytes).Share(tenants);
 }
 
 void Places::Note(const Event& event) {
@@ -180,10 +274,10 @@ Places::Computed Places::Compute() const {
       end = ended->second + ring;
     }
     out.rows.push_back({position, bytes, 0});
-    tenants.push_back({one.birth, end - one.birth, static_cast<uint32_t>((bytes + page_bytes_ - 1) / page_bytes_)});
+    tenants.push_back({one.birth, end - one.birth, bytes});
   }
   if (tenants.size() > kMostTenants) return {};
-  out.layout = share_frames(&tenants, ring);
+  out.layout = share_frames(&tenants, ring, page_bytes_);
   for (size_t i = 0; i < tenants.size(); ++i) out.rows[i].site = tenants[i].site;
   return out;
 }

@@ -3,10 +3,11 @@
 // Best fit knows one request at a time, and a period whose blocks fill the budget leaves runs that are too short for
 // its longest ones: then pages are moved, each time anew. A period that follows a plan asks for the same blocks in the
 // same order as the one before. So two such periods in a row are noted, and from them a *site* is computed for each
-// block of a page or more: a range of addresses, and for each of its pages the frame, a piece of memory, that is mapped
-// there. Addresses are many and memory is scarce: sites whose blocks never live at the same time have frames in common,
-// each mapped at all of its addresses for as long as the period goes on repeating (shared_frames.h). Frames need not
-// lie side by side, so that nothing is lost to fragments: no more frames are used than live pages, as a rule.
+// block of a frame or more: a range of addresses, and the frames, pieces of memory, that are mapped there. Addresses
+// are many and memory is scarce: sites whose blocks never live at the same time have frames in common, each mapped at
+// all of its addresses for as long as the period goes on repeating (shared_frames.h). Frames need not lie side by side,
+// so that nothing is lost to fragments. A block that ends inside a frame leaves its *tail*, where another one begins:
+// so as many frames suffice as the bytes that live at a time, as a rule.
 //
 // A request takes its site only where that is free at the time; else it is placed as any other, and may cost pages. So
 // a period that does something else is slower, and as right.
@@ -28,24 +29,35 @@
 
 namespace memmgr {
 
-// A block for `share_frames`: so many pages, from the moment `birth` to before the moment `birth + life`, on a ring.
+// A block for `share_frames`: so many bytes, from the moment `birth` to before the moment `birth + life`, on a ring.
 struct Tenant {
   uint64_t birth, life;
-  uint32_t pages;
+  uint64_t bytes;
   uint32_t site = 0;  // out
 };
 
-// Frames by site: no two tenants that live at the same time have a frame in common.
+// The parts of a frame: its head ends where a block does, and its tail, to the end of the frame, is where another one
+// begins. A frame that no block ends in is used whole.
+enum FrameParts : uint8_t { kFrameHead = 1, kFrameTail = 2, kWholeFrame = kFrameHead | kFrameTail };
+
+// The frames of a site, each with the parts that its block has. It begins at `start` in the first of them.
+struct SiteFrames {
+  uint64_t start = 0;
+  std::vector<uint32_t> frames;
+  std::vector<FrameParts> parts;
+};
+
+// No two tenants that live at the same time have a part of a frame in common.
 struct Layout {
-  std::vector<std::vector<uint32_t>> sites;
+  std::vector<SiteFrames> sites;
   uint32_t frames = 0;
 };
 
-// A sweep over the moments, in which a tenant takes a site of its length that is free for long enough, or makes one of
-// the frames that will be wanted soonest after it. Those that live on from one period to the next come first, each with
-// frames of its own. Then no order of intervals needs more frames than live at a time, except where such a frame's free
-// time does not fit.
-Layout share_frames(std::vector<Tenant>* tenants, uint64_t ring);
+// A sweep over the moments, in which a tenant takes a site of its bytes that is free for long enough, or makes one: it
+// begins in a tail where that saves a frame, and goes on in the frames that will be wanted soonest after it. Those that
+// live on from one period to the next come first, each with parts of its own. Then no order of intervals needs more
+// frames than live at a time, except where the free time of such a part does not fit.
+Layout share_frames(std::vector<Tenant>* tenants, uint64_t ring, uint64_t frame_bytes);
 
 class Places {
  public:

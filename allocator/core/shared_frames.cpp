@@ -11,19 +11,26 @@ SharedFrames::SharedFrames(const PageOps& pages, TouchedSets* sets, char* base, 
     : pages_(pages), sets_(sets), base_(base), offset_(offset), end_(offset), frames_(layout.frames) {
   sites_.resize(layout.sites.size());
   for (size_t i = 0; i < sites_.size(); ++i) {
-    sites_[i].frames = std::move(layout.sites[i]);
-    sites_[i].mapped.resize(sites_[i].frames.size());
-    sites_[i].unmapped = sites_[i].frames.size();
-    for (const uint32_t frame : sites_[i].frames) frames_[frame].sites.push_back(static_cast<uint32_t>(i));
-    sites_[i].block.offset = end_;
-    end_ += BytesOf(sites_[i]);
+    Site& site = sites_[i];
+    site.frames = std::move(layout.sites[i].frames);
+    site.parts = std::move(layout.sites[i].parts);
+    site.mapped.resize(site.frames.size());
+    site.unmapped = site.frames.size();
+    for (const uint32_t frame : site.frames) frames_[frame].sites.push_back(static_cast<uint32_t>(i));
+    site.base = end_;
+    site.block.offset = end_ + layout.sites[i].start;
+    end_ += BytesOf(site);
   }
 }
 
 bool SharedFrames::IsFree(size_t site) const {
   const Site& s = sites_[site];
-  return !s.block.live && !s.leaving &&
-         std::none_of(s.frames.begin(), s.frames.end(), [&](uint32_t frame) { return frames_[frame].busy; });
+  if (s.block.live || s.leaving) return false;
+  for (size_t i = 0; i < s.frames.size(); ++i) {
+    const Frame& frame = frames_[s.frames[i]];
+    if (frame.leaving || (frame.live & s.parts[i]) != 0) return false;
+  }
+  return true;
 }
 
 uint64_t SharedFrames::Missing(size_t site) const {
@@ -35,7 +42,7 @@ uint64_t SharedFrames::Missing(size_t site) const {
 uint64_t SharedFrames::IdleBut(size_t site) const {
   const std::vector<uint32_t>& frames = sites_[site].frames;
   return idle() - static_cast<uint64_t>(std::count_if(frames.begin(), frames.end(), [&](uint32_t frame) {
-           return frames_[frame].memory != 0 && !frames_[frame].busy;
+           return frames_[frame].memory != 0 && !frames_[frame].busy();
          }));
 }
 
@@ -44,8 +51,7 @@ bool SharedFrames::ForEachRun(const Site& site, const Are& are, const Change& ch
   for (size_t first = 0; first < site.frames.size();) {
     size_t end = first;
     while (end < site.frames.size() && are(end)) ++end;
-    if (end > first && !change(base_ + site.block.offset + first * pages_.frame_bytes, first, end - first))
-      return false;
+    if (end > first && !change(base_ + site.base + first * pages_.frame_bytes, first, end - first)) return false;
     first = end + 1;
   }
   return true;
@@ -90,39 +96,48 @@ void SharedFrames::Raise(TouchedId* touched, StreamTimes* times, TouchedId by, c
   *touched = sets_->Union(*touched, by);
 }
 
+template <typename Visitor>
+void SharedFrames::ForEachPart(const Site& site, const Visitor& visit) {
+  for (size_t i = 0; i < site.frames.size(); ++i) {
+    Frame& frame = frames_[site.frames[i]];
+    if ((site.parts[i] & kFrameHead) != 0) visit(&frame.head);
+    if ((site.parts[i] & kFrameTail) != 0) visit(&frame.tail);
+  }
+}
+
+void SharedFrames::SetLive(Site* site, bool live) {
+  site->block.live = live;
+  live_blocks_ += live ? 1 : -1;
+  for (size_t i = 0; i < site->frames.size(); ++i) {
+    Frame& frame = frames_[site->frames[i]];
+    const bool busy = frame.busy();
+    frame.live ^= site->parts[i];
+    if (frame.busy() != busy) busy_ += busy ? -1 : 1;
+  }
+}
+
 Block* SharedFrames::Take(size_t site, uint64_t bytes, uint64_t requested_bytes) {
   Site& s = sites_[site];
   Block* block = &s.block;
   block->touched = 0;
-  for (const uint32_t number : s.frames) {
-    Frame& frame = frames_[number];
-    frame.busy = true;
-    Order<"frame.touched">([&] { return Raise(&block->touched, &block->times, frame.touched, frame.times), 0; });
-    frame.touched = 0;
-  }
-  busy_ += s.frames.size();
-  ++live_blocks_;
+  ForEachPart(s, [&](Frame::Part* part) {
+    Order<"frame.touched">([&] { return Raise(&block->touched, &block->times, part->touched, part->times), 0; });
+    part->touched = 0;
+  });
+  SetLive(&s, true);
   block->bytes = bytes;
   block->slack = static_cast<uint16_t>(bytes - requested_bytes);
   block->home = 0;
   block->owner = nullptr;
   block->last_access = 0;
   block->cost = -1;
-  block->live = true;
   return block;
 }
 
 void SharedFrames::Free(Block* block) {
   Site* site = SiteAt(block->offset);
-  for (const uint32_t number : site->frames) {
-    Frame& frame = frames_[number];
-    frame.busy = false;
-    frame.touched = block->touched;
-    frame.times = block->times;
-  }
-  busy_ -= site->frames.size();
-  --live_blocks_;
-  block->live = false;
+  ForEachPart(*site, [&](Frame::Part* part) { *part = {block->touched, block->times}; });
+  SetLive(site, false);
 }
 
 SharedFrames::Site* SharedFrames::SiteAt(uint64_t offset) {
@@ -143,7 +158,7 @@ SharedFrames::Leaving SharedFrames::BeginGivingUp(uint64_t frames, size_t but, S
   std::vector<uint32_t>& chosen = leaving.frames;
   for (uint32_t i = static_cast<uint32_t>(frames_.size()); i-- > 0;) {
     const Frame& frame = frames_[i];
-    if (frame.memory == 0 || frame.busy || std::count(frame.sites.begin(), frame.sites.end(), but) > 0) continue;
+    if (frame.memory == 0 || frame.busy() || std::count(frame.sites.begin(), frame.sites.end(), but) > 0) continue;
     chosen.push_back(i);
   }
   std::stable_sort(chosen.begin(), chosen.end(),
@@ -151,7 +166,7 @@ SharedFrames::Leaving SharedFrames::BeginGivingUp(uint64_t frames, size_t but, S
   if (chosen.size() > frames) chosen.resize(frames);
   busy_ += chosen.size();
   for (const uint32_t i : chosen) {
-    frames_[i].busy = frames_[i].leaving = true;
+    frames_[i].leaving = true;
     for (const uint32_t number : frames_[i].sites) {
       Site& site = sites_[number];
       if (site.leaving || site.unmapped == site.frames.size()) continue;
@@ -180,11 +195,11 @@ uint64_t SharedFrames::EndGivingUp(const Leaving& leaving, bool settled) {
   uint64_t given = 0;
   for (const uint32_t i : leaving.frames) {
     Frame& frame = frames_[i];
-    frame.busy = frame.leaving = false;
+    frame.leaving = false;
     --busy_;
     if (!settled || frame.mapped > 0) continue;
     pages_.give_frame(pages_.user, std::exchange(frame.memory, 0));
-    frame.touched = 0;
+    frame.head = frame.tail = {};
     --backed_;
     ++given;
   }
@@ -192,25 +207,26 @@ uint64_t SharedFrames::EndGivingUp(const Leaving& leaving, bool settled) {
 }
 
 std::string SharedFrames::Check() const {
-  std::vector<uint32_t> users(frames_.size()), addresses(frames_.size());
+  std::vector<uint32_t> users(frames_.size()), addresses(frames_.size());  // users: the parts of live blocks
   uint64_t live = 0, backed = 0, busy = 0;
   for (const Site& site : sites_) {
     const std::string at = " at offset " + std::to_string(site.block.offset);
     if (site.block.live && site.unmapped > 0) return "a live block's site is not mapped" + at;
     live += site.block.live ? 1 : 0;
     for (size_t i = 0; i < site.frames.size(); ++i) {
-      if (site.block.live) ++users[site.frames[i]];
+      uint32_t& parts = users[site.frames[i]];
+      if (site.block.live && (parts & site.parts[i]) != 0) return "two live blocks have a part of a frame in common";
+      if (site.block.live) parts |= site.parts[i];
       if (!site.mapped[i]) continue;
       if (frames_[site.frames[i]].memory == 0) return "a mapped site has a frame without memory" + at;
       ++addresses[site.frames[i]];
     }
   }
   for (size_t i = 0; i < frames_.size(); ++i) {
-    if (users[i] > 1) return "two live blocks have a frame in common";
-    if (users[i] == 1 && !frames_[i].busy) return "a live block's frame is not busy";
+    if (users[i] != frames_[i].live) return "the parts of a frame that live blocks have are miscounted";
     if (addresses[i] != frames_[i].mapped) return "a frame's addresses are miscounted";
     backed += frames_[i].memory != 0 ? 1 : 0;
-    busy += frames_[i].busy ? 1 : 0;
+    busy += frames_[i].busy() ? 1 : 0;
   }
   if (live != live_blocks_ || backed != backed_ || busy != busy_) return "shared frames are miscounted";
   return "";

@@ -4,8 +4,9 @@
 //   frame   a piece of memory, no longer than a page, by the handle of its owner
 //   site    a range of addresses, with a frame for each piece of it. Its block is live or there is none. A frame is
 //           mapped at its place in a site at the site's first use, and goes from there alone
-//   busy    of a frame: a live block has it, or its memory is being given up
-// Stream order goes with the frame: its next block waits for the streams that touched it under any of its addresses.
+//   part    of a frame: its head or its tail. Two live blocks may have one each
+//   busy    of a frame: a live block has a part of it, or its memory is being given up
+// Stream order goes with the part: its next block waits for the streams that touched it under any of its addresses.
 // CUDA promises that a kernel's writes through one address are seen through another one once the kernel has ended, and
 // these waits are for its end.
 //
@@ -34,7 +35,7 @@ class SharedFrames {
   uint64_t offset() const { return offset_; }
   uint64_t end() const { return end_; }
 
-  // No block has a frame of the site.
+  // No block has a part of a frame that the site's would have.
   bool IsFree(size_t site) const;
   // Frames of the site that have no memory yet.
   uint64_t Missing(size_t site) const;
@@ -67,7 +68,10 @@ class SharedFrames {
   template <typename Visitor>
   void ForEachTouched(const Visitor& visit) {
     for (Site& site : sites_) visit(&site.block.touched, site.block.live);
-    for (Frame& frame : frames_) visit(&frame.touched, false);
+    for (Frame& frame : frames_) {
+      visit(&frame.head.touched, false);
+      visit(&frame.tail.touched, false);
+    }
   }
   template <typename Visitor>
   void ForEachLive(const Visitor& visit) const {
@@ -79,28 +83,38 @@ class SharedFrames {
 
  private:
   struct Frame {
+    struct Part {
+      TouchedId touched = 0;
+      StreamTimes times;
+    };
     uint64_t memory = 0;  // 0: none
-    bool busy = false;
+    uint8_t live = 0;     // the parts that live blocks have
     bool leaving = false;
-    TouchedId touched = 0;
-    StreamTimes times;
+    Part head, tail;
+    bool busy() const { return live != 0 || leaving; }
     std::vector<uint32_t> sites;  // that have it
     uint32_t mapped = 0;          // at how many addresses it is
   };
   struct Site {
-    Block block;  // after its end it keeps the streams that touched the site
+    Block block;        // after its end it keeps the streams that touched the site
+    uint64_t base = 0;  // of its first frame; its block may begin in the tail of that
     std::vector<uint32_t> frames;
-    std::vector<bool> mapped;  // by frame
-    uint64_t unmapped = 0;     // how many are not
+    std::vector<FrameParts> parts;  // by frame
+    std::vector<bool> mapped;       // by frame
+    uint64_t unmapped = 0;          // how many are not
     bool leaving = false;
   };
   Site* SiteAt(uint64_t offset);
+  // Visits each part of a frame that the site's block has.
+  template <typename Visitor>
+  void ForEachPart(const Site& site, const Visitor& visit);
   void Raise(TouchedId* touched, StreamTimes* times, TouchedId by, const StreamTimes& at);
   uint64_t BytesOf(const Site& site) const { return site.frames.size() * pages_.frame_bytes; }
   // Calls `change(address, first frame, count)` for each longest run of frames of the site that `are` true of; stops at
   // an error. False: there was one.
   template <typename Are, typename Change>
   bool ForEachRun(const Site& site, const Are& are, const Change& change);
+  void SetLive(Site* site, bool live);
   void SetMapped(Site* site, size_t first, size_t count, bool mapped);
 
   const PageOps& pages_;

@@ -54,7 +54,6 @@ class TimelineColumns(TypedDict):
     prior: bytes
     hashes: bytes
     turn: int
-    frame_bytes: int
 
 class Link(TypedDict):
     """The tier's rates as measured. The processor's is either way."""

@@ -28,7 +28,7 @@ from .build import NotBuiltError, compile_library, include_folder, load_core, pa
 INSTALL_VARIABLE = "MEMMGR_INSTALL"
 # How a device's memory is made: `mapped` (the default; pages as they are needed) or `plain` (one piece, taken at once).
 MEMORY_VARIABLE = "MEMMGR_CUDA_MEMORY"
-# Bytes of a page of mapped memory, a power of two; the core reads it. Unset: a 16,384th of the device's memory.
+# Bytes of a page of mapped memory, a power of two; the core reads it. Unset: a 65,536th of the device's memory.
 PAGE_VARIABLE = "MEMMGR_CUDA_PAGE"
 # The library with the driver's entry points; unset: libcuda. Tests name a double here.
 DRIVER_VARIABLE = "MEMMGR_DRIVER"

@@ -12,7 +12,6 @@ from memmgr.policies.plan.knee import Knee, knee
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import TraceError
-from memmgr.policies.trace.frames import in_frames
 from memmgr.policies.trace.smooth import smoothed
 
 from .planners import PLANNERS
@@ -66,7 +65,7 @@ def make(job: PlanJob) -> Made | None:
         TraceError: the period is no trace.
     """
     of = job.period.measured()
-    trace, grown = in_frames(smoothed(of.trace), job.period.columns["frame_bytes"])
+    trace = smoothed(of.trace)
     link = trace.links[0] if trace.links else None
     planner = PLANNERS[job.planner]
     for limit_bytes in job.budgets:
@@ -79,7 +78,7 @@ def make(job: PlanJob) -> Made | None:
                 found.lower_bound,
                 found.rematerialized,
                 found.offloaded,
-                int(found.moved_bytes / grown),
+                found.moved_bytes,
             )
     return None
 
@@ -116,10 +115,9 @@ def find_knee(job: KneeJob) -> Knee:
     Raises:
         TraceError: the pass is no trace.
     """
-    of = smoothed(job.period.measured().trace)
-    trace, _ = in_frames(of, job.period.columns["frame_bytes"])
+    trace = smoothed(job.period.measured().trace)
     link = trace.links[0] if trace.links else None
-    stays = 0 if job.offload else max(0, job.need_bytes - of.unmanaged_peak[0])
+    stays = 0 if job.offload else max(0, job.need_bytes - trace.unmanaged_peak[0])
 
     def slowdown(budget_bytes: int) -> float | None:
         limit_bytes = int(budget_bytes * (1.0 - job.margin)) - stays

@@ -75,7 +75,7 @@ class _Known:
     repeats: bool  # whether the period before it was the same
     tries: int = 0
     margin: int = 0  # tries for no reason that was seen
-    lacked_bytes: int = 0  # missing for the places of blocks, which fill their last page in part
+    lacked_bytes: int = 0  # missing for the places of blocks, beside the holes between long-lived ones
     first_overhead: float = float("inf")  # of the last plan that left nothing free for them
     short: int = 0  # periods in a row that followed the plan and ran short
     without: int = 0  # periods that came back since nothing fitted

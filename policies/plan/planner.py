@@ -113,7 +113,7 @@ def _plan(
     return Plan(budget_bytes, True, _steps(best), best.peak, seconds, unmanaged, unmanaged + bound)
 
 
-_STEPS = (1 / 4, 1 / 8, 1 / 16)
+_STEPS = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """How far apart the levels are that are tried in turn (`_levels`)."""
 
 _STEPS_OF_MANY = _STEPS[:2]

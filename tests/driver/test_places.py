@@ -123,19 +123,36 @@ def test_no_page_moves_in_a_period_with_places(
     assert driver.call_count(b"cuStreamSynchronize") == 0 or counts[11] == counts[9]
 
 
-def test_frames_that_are_smaller_than_pages_waste_less(
-    open_periods: Callable[..., Periods], driver: FakeDriver
+@pytest.mark.parametrize("frames_per_page", [1, 8])
+def test_a_block_begins_where_another_one_ends_in_a_frame(
+    open_periods: Callable[..., Periods], driver: FakeDriver, frames_per_page: int
 ) -> None:
-    """Each block has one byte in its last page."""
-    acts = [(position, name, size + (1 if size else 0)) for position, name, size in LONG]
-    alive = 11  # blocks that live at the highest moment
-    lacking = []
-    for frames_per_page in (1, 8):
-        periods = open_periods(frames_per_page, budget=PEAK + alive * PAGE // 8 + PAGE)
-        for _ in range(6):
-            periods.run(acts)
-        lacking.append(periods.stats.lacking_periods > 1)
-    assert lacking == [True, False]
+    """Eight blocks of five quarters of a frame live at a time, and then four. Each has its own bytes."""
+    size = 5 * PAGE // frames_per_page // 4
+    acts = [
+        *((k, f"a{k}", size) for k in range(8)),
+        *((9, f"a{k}", 0) for k in range(0, 8, 2)),
+        *((10 + k, f"b{k}", size) for k in range(4)),
+        *((20, f"b{k}", 0) for k in range(4)),
+        *((21, f"a{k}", 0) for k in range(1, 8, 2)),
+    ]
+    periods = open_periods(frames_per_page, budget=16 * MIB)
+    for _ in range(6):
+        periods.run(acts)
+    assert periods.stats.displaced_bytes == 0
+    assert periods.stats.frames == 10  # of sixteen, if each block had whole ones
+    wrong = c.c_uint64()
+    periods.core.mm_arena_follow(periods.device.arena, periods.places)
+    for position, name, _ in acts[:8]:
+        periods.core.mm_arena_at(periods.device.arena, position)
+        block = periods.device.alloc(size, periods.stream)
+        assert block is not None
+        periods.live[name] = block
+        driver.fill(periods.stream, block, size, position)
+    for position, name, _ in acts[:8]:
+        driver.check(periods.stream, periods.live[name], size, position, wrong)
+    driver.drain()
+    assert wrong.value == 0
 
 
 def test_memory_that_sites_give_up_is_of_few_pages(open_periods: Callable[..., Periods], driver: FakeDriver) -> None:

@@ -30,7 +30,7 @@ def columns(scratch: list[int], seconds: float = 0.01, bits: int = 0) -> Any:
         "seconds": packed([seconds] * 3, "f4"), "before": packed([0.0] * 3, "f4"), "scratch": packed(scratch, "u8"),
         "other": packed([0] * 3, "u8"), "module": packed([0] * 3, "u4"), "ordinal": packed(touched, "u4"),
         "flags": bytes([READS, MAKES] * 3), "bits": packed([0, bits] * 3, "u4"), "sizes": packed([500] + [1000] * 3, "u8"),
-        "fixed": bytes(4), "prior": packed([0xFFFFFFFF] * 4, "u4"), "deaths": b"", "hashes": b"", "turn": 3, "frame_bytes": 0,
+        "fixed": bytes(4), "prior": packed([0xFFFFFFFF] * 4, "u4"), "deaths": b"", "hashes": b"", "turn": 3,
     }  # fmt: skip
 
 
@@ -254,16 +254,3 @@ def test_what_can_leave_as_bits_is_counted_without_a_trace(bits: int, flags: int
     noted["ordinal"] = np.array([0, 1, 0, 2, 3, 3], dtype="u4").tobytes()
     period = Noted(noted, ())
     assert period.two_valued == period.measured().two_valued
-
-
-def test_the_knee_counts_whole_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: set[int] = set()
-
-    def planner(trace: Any, budget_bytes: int, link: Any, recompute: bool) -> Scheduled:
-        sizes.update(s.size_bytes for s in trace.storages)
-        return Scheduled((), 1.0)
-
-    monkeypatch.setattr(planning, "PLANNERS", {"plan": planner})
-    noted = Noted({**columns([0, 0, 0]), "frame_bytes": 600}, ())
-    planning.find_knee(planning.KneeJob(noted, 4000, 0, 0.01, "plan", "auto", recompute=True, offload=True))
-    assert sizes - {0} == {500, 1200}  # a storage of 1000 bytes takes two frames

@@ -126,7 +126,6 @@ void mm_places_end(mm_arena*, mm_places*);  // of the arena that has followed th
 void mm_places_stats_get(const mm_places*, mm_places_stats* out);
 void mm_arena_follow(mm_arena*, mm_places*);
 void mm_arena_at(mm_arena*, uint32_t position);
-uint64_t mm_arena_frame_bytes(mm_arena*);  // blocks at places fill whole frames; 0: the arena has no places
 
 // Alignment is 64 up to the small-block limit, 512 above. Size 0 returns NULL. NULL: out of budget after reclaim gave
 // up.

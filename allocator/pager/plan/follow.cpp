@@ -172,8 +172,8 @@ bool go_again_locked(Follower& f) {
   return !f.going.empty();
 }
 
-// Blocks fill the last frame of their site in part, so a plan with room for all bytes may lack room for all frames.
-// Returns the bytes that were missing.
+// Pages of long-lived blocks have holes that sites cannot use, so a plan with room for all bytes may lack room for all
+// frames. Returns the bytes that were missing.
 uint64_t lacked_bytes_locked(const Follower& f) {
   mm_places_stats s{};
   if (f.places) mm_places_stats_get(f.places.get(), &s);

@@ -55,12 +55,11 @@ struct TimelineColumns {
   Column<decltype(Timeline::prior)::value_type> prior;
   Column<uint64_t> hashes;
   int64_t turn;
-  uint64_t frame_bytes;
 };
 
 FIELDS(TimelineColumns, "A period in columns, as bytes; `allocator/pager/plan/timeline.h` explains them.", names, op,
        first_touch, seconds, before, scratch, other, module, ordinal, flags, bits, deaths, sizes, fixed, prior, hashes,
-       turn, frame_bytes)
+       turn)
 
 FIELDS(Link, "The tier's rates as measured. The processor's is either way.", write_seconds_per_byte,
        read_seconds_per_byte, cpu_seconds_per_byte)
@@ -151,7 +150,6 @@ TimelineColumns py_timeline() {
   columns.prior = t.prior;
   columns.hashes = t.hashes;
   columns.turn = t.turn;
-  columns.frame_bytes = the_session.open && queues ? mm_arena_frame_bytes(the_session.arena) : 0;
   return columns;
 }
 
