@@ -263,7 +263,6 @@ inline void Arena::ResidentChanged() {
   const int64_t unmanaged = static_cast<int64_t>(now) + virtual_bytes_;
   const auto need = static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0));
   stats_.unmanaged_peak_bytes = std::max(stats_.unmanaged_peak_bytes, need);
-  marked_peak_bytes_ = std::max(marked_peak_bytes_, need);
 }
 
 // Aligned blocks take up to twice their length of addresses. Every chunk that has been moved may be a mapping of its
@@ -300,15 +299,6 @@ void Arena::SetBudget(uint64_t bytes) {
 // Without a limit it stays as it was: blocks that come back when a budget closes are placed as they were in it.
 void Arena::ChooseSmall() {
   if (budget() < kAbsurdBytes) small_limit_ = std::clamp(budget() / kSmallInBudget, kLeastSmall, most_small_);
-}
-
-void Arena::SetOutside(uint64_t bytes) {
-  std::lock_guard hold(lock_);
-  if (forked()) return;
-  stats_.outside_bytes = std::min(bytes, kAbsurdBytes);
-  ResidentChanged();
-  ObeyBudget();
-  Verify("set_outside");
 }
 
 void Arena::AddOutside(int64_t delta) {
@@ -935,13 +925,6 @@ bool Arena::Disown(const void* p, const void* owner) {
   return true;
 }
 
-void* Arena::Owner(const void* p) {
-  std::lock_guard hold(lock_);
-  if (forked() || !Owns(p)) return nullptr;
-  const Block* block = FindLive(Offset(p));
-  return block != nullptr ? block->owner : nullptr;
-}
-
 void Arena::SetStalenessExponent(double exponent) {
   std::lock_guard hold(lock_);
   staleness_exponent_ = exponent;
@@ -1005,14 +988,6 @@ void Arena::ResetPeak() {
   stats_.unmanaged_peak_bytes = 0;
   stats_.committed_peak_bytes = committed_bytes();
   ResidentChanged();
-}
-
-uint64_t Arena::TakeMark(uint64_t* peak_bytes) {
-  std::lock_guard hold(lock_);
-  *peak_bytes = marked_peak_bytes_;
-  marked_peak_bytes_ = 0;
-  ResidentChanged();
-  return marked_peak_bytes_;
 }
 
 void Arena::ResetCounts() {

@@ -76,7 +76,6 @@ class Arena final : private ForkAware {
 
   void SetReclaim(mm_reclaim_fn reclaim, void* user);
   void SetBudget(uint64_t bytes);
-  void SetOutside(uint64_t bytes);
   void AddOutside(int64_t delta);
   void Promise(int64_t delta);
   void NoteVirtual(int64_t delta);
@@ -127,7 +126,6 @@ class Arena final : private ForkAware {
 
   void SetPrices(const mm_price* prices, size_t n);
   bool Disown(const void* p, const void* owner);
-  void* Owner(const void* p);
   void SetStalenessExponent(double exponent);
   int64_t Choose(int how, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity);
 
@@ -135,7 +133,6 @@ class Arena final : private ForkAware {
 
   void Stats(mm_arena_stats* out);
   void ResetPeak();
-  uint64_t TakeMark(uint64_t* peak_bytes);
   void ResetCounts();
   // Bytes by which resident and promised bytes, with these, exceed the budget.
   uint64_t Shortage(uint64_t bytes) const;
@@ -276,7 +273,6 @@ class Arena final : private ForkAware {
   uint64_t conceded_bytes_ = 0;  // by which pages may pass the budget: reclaim has found nobody for them
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;
-  uint64_t marked_peak_bytes_ = 0;
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   ChunkChoice chunks_;

@@ -90,7 +90,6 @@ _SIGNATURES = {
     "mm_arena_destroy": (c.c_int, [c.c_void_p]),
     "mm_arena_set_reclaim": (None, [c.c_void_p, RECLAIM_FN, c.c_void_p]),
     "mm_arena_set_budget": (None, [c.c_void_p, c.c_uint64]),
-    "mm_arena_set_outside": (None, [c.c_void_p, c.c_uint64]),
     "mm_arena_add_outside": (None, [c.c_void_p, c.c_int64]),
     "mm_arena_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t]),
     "mm_arena_try_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t, c.c_uint64]),
@@ -98,7 +97,6 @@ _SIGNATURES = {
     "mm_arena_set_layout": (None, [c.c_void_p, c.c_int, c.c_int]),
     "mm_arena_price": (None, [c.c_void_p, c.POINTER(Price), c.c_size_t]),
     "mm_arena_disown": (c.c_int, [c.c_void_p, c.c_void_p, c.c_void_p]),
-    "mm_arena_owner": (c.c_void_p, [c.c_void_p, c.c_void_p]),
     "mm_arena_set_staleness_exponent": (None, [c.c_void_p, c.c_double]),
     "mm_arena_choose": (
         c.c_int64,
@@ -109,10 +107,8 @@ _SIGNATURES = {
     "mm_arena_owns": (c.c_int, [c.c_void_p, c.c_void_p]),
     "mm_arena_free": (None, [c.c_void_p, c.c_void_p]),
     "mm_arena_trim": (c.c_uint64, [c.c_void_p, c.c_uint64]),
-    "mm_arena_after_fork_in_child": (None, [c.c_void_p]),
     "mm_arena_stats_get": (None, [c.c_void_p, c.POINTER(ArenaStats)]),
     "mm_arena_reset_peak": (None, [c.c_void_p]),
-    "mm_arena_take_mark": (c.c_uint64, [c.c_void_p, c.POINTER(c.c_uint64)]),
     "mm_arena_note_virtual": (None, [c.c_void_p, c.c_int64]),
     "mm_own_work": (None, [c.c_int]),
     "mm_arena_resident": (c.c_uint64, [c.c_void_p]),
@@ -204,7 +200,7 @@ class Arena:
         self._checked(self.library.mm_arena_set_budget(self.handle, size))
 
     def set_outside(self, size: int) -> None:
-        self._checked(self.library.mm_arena_set_outside(self.handle, size))
+        self._checked(self.library.mm_arena_add_outside(self.handle, size - self.stats.outside_bytes))
 
     def on_reclaim(self, function) -> None:
         """``function(need, request, attempt) -> released``."""

@@ -42,7 +42,6 @@ _SIGNATURES = {
     "mm_arena_follow": (None, [_P, _P]),
     "mm_arena_at": (None, [_P, c.c_uint32]),
     "mm_driver_load": (_P, [c.c_char_p, c.c_char_p, c.c_size_t]),
-    "mm_driver_device_count": (c.c_int, [_P]),
     "mm_device_open": (_P, [_P, c.c_int, c.c_uint64, c.c_int, c.c_char_p, c.c_size_t]),
     "mm_device_close": (c.c_int, [_P]),
     "mm_device_arena": (_P, [_P]),

@@ -52,11 +52,13 @@ class Kernels:
         self.library = library
         error = c.create_string_buffer(300)
         driver = library.mm_driver_load(path.encode() if path else None, error, len(error))
-        if not driver or library.mm_driver_device_count(driver) < 1:
-            pytest.skip(f"no driver or no device: {error.value.decode()}")
+        if not driver:
+            pytest.skip(f"no driver: {error.value.decode()}")
+        self._driver, count = c.CDLL(path or "libcuda.so.1"), c.c_int()
+        if self._driver.cuInit(0) or self._driver.cuDeviceGetCount(c.byref(count)) or count.value < 1:
+            pytest.skip("no device")
         self.handle = library.mm_device_open(driver, 0, UNLIMITED, 0, error, len(error))
         assert self.handle, error.value
-        self._driver = c.CDLL(path or "libcuda.so.1")
         context = c.c_void_p()
         assert self._driver.cuDevicePrimaryCtxRetain(c.byref(context), 0) == 0
         assert self._driver.cuCtxSetCurrent(context) == 0

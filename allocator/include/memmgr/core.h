@@ -92,7 +92,6 @@ int mm_arena_destroy(mm_arena*);
 
 void mm_arena_set_reclaim(mm_arena*, mm_reclaim_fn, void* user);
 void mm_arena_set_budget(mm_arena*, uint64_t budget_bytes);  // a smaller budget binds from the next allocation on
-void mm_arena_set_outside(mm_arena*, uint64_t outside_bytes);
 void mm_arena_add_outside(mm_arena*, int64_t delta);
 // Keeps room for bytes that will be counted as outside: no allocation gets it until the promise is taken back.
 void mm_arena_promise_outside(mm_arena*, int64_t delta);
@@ -157,7 +156,6 @@ typedef struct {
 void mm_arena_price(mm_arena*, const mm_price* prices, size_t n);
 // Forgets the block's price if its owner is `owner`. Returns 1 if so.
 int mm_arena_disown(mm_arena*, const void* p, const void* owner);
-void* mm_arena_owner(mm_arena*, const void* p);  // NULL: none
 void mm_arena_set_staleness_exponent(mm_arena*, double exponent);
 
 typedef struct {
@@ -175,9 +173,6 @@ int64_t mm_arena_choose(mm_arena*, int how, uint64_t need, uint64_t request, dou
 
 // Gives pages of free blocks back to the system; keep_bytes stay for reuse. Returns the bytes given back.
 uint64_t mm_arena_trim(mm_arena*, uint64_t keep_bytes);
-// In a forked child: frees become no-ops, allocations return NULL, walks are empty, locks are fresh; blocks can be
-// read. Installed by the core itself with pthread_atfork; here for tests.
-void mm_arena_after_fork_in_child(mm_arena*);
 
 void mm_arena_stats_get(mm_arena*, mm_arena_stats* out);
 void mm_arena_reset_peak(mm_arena*);
@@ -188,9 +183,6 @@ void mm_arena_note_virtual(mm_arena*, int64_t delta);
 // While the sum of a thread's calls is above zero, its allocations would not exist without memmgr and raise no such
 // mark.
 void mm_own_work(int delta);
-// For a caller that measures op by op beside mm_arena_reset_peak: the run's unmanaged need now; *peak_bytes: the most
-// that it needed since the last call.
-uint64_t mm_arena_take_mark(mm_arena*, uint64_t* peak_bytes);
 uint64_t mm_arena_resident(mm_arena*);  // live + outside, one atomic read
 // Bytes of live blocks of MM_SMALL_FROM to below MM_SMALL_TO bytes: storages of that size are too small to be paged one
 // by one, and may be many. One atomic read.
