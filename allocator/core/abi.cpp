@@ -29,8 +29,6 @@ mm_tier* Handle(memmgr::Tier* tier) { return reinterpret_cast<mm_tier*>(tier); }
 
 extern "C" {
 
-int mm_abi_version(void) { return MM_ABI_VERSION; }
-
 // ---- arena -----------------------------------------------------------------------------------------------------
 
 mm_arena* mm_arena_create(uint64_t budget_bytes, uint64_t reserve_bytes, char* err, size_t err_len) {
@@ -52,13 +50,10 @@ void mm_arena_set_reclaim(mm_arena* arena, mm_reclaim_fn reclaim, void* user) { 
 void mm_arena_set_budget(mm_arena* arena, uint64_t budget_bytes) { Of(arena)->SetBudget(budget_bytes); }
 void mm_arena_add_outside(mm_arena* arena, int64_t delta) { Of(arena)->AddOutside(delta); }
 
-void mm_arena_set_layout(mm_arena* arena, int remap, int apart) { Of(arena)->SetLayout(remap, apart); }
+void mm_arena_set_layout(mm_arena* arena, int remap) { Of(arena)->SetLayout(remap); }
 
-void* mm_arena_alloc(mm_arena* arena, size_t bytes) { return mm_arena_alloc_at(arena, bytes, MM_SIDE_LOW); }
-
-void* mm_arena_alloc_at(mm_arena* arena, size_t bytes, int side) {
-  const memmgr::End end = side == MM_SIDE_HIGH ? memmgr::End::kHigh : memmgr::End::kLow;
-  return Guarded<void*>(nullptr, [&] { return Of(arena)->Alloc(bytes, end); });
+void* mm_arena_alloc(mm_arena* arena, size_t bytes) {
+  return Guarded<void*>(nullptr, [&] { return Of(arena)->Alloc(bytes); });
 }
 
 void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
@@ -106,9 +101,8 @@ void mm_arena_price(mm_arena* arena, const mm_price* prices, size_t n) { Of(aren
 int mm_arena_disown(mm_arena* arena, const void* p, const void* owner) { return Of(arena)->Disown(p, owner) ? 1 : 0; }
 void mm_arena_set_staleness_exponent(mm_arena* arena, double exponent) { Of(arena)->SetStalenessExponent(exponent); }
 
-int64_t mm_arena_choose(mm_arena* arena, int how, uint64_t need, uint64_t request, double now, mm_victim* out,
-                        size_t capacity) {
-  return Guarded<int64_t>(-1, [&] { return Of(arena)->Choose(how, need, request, now, out, capacity); });
+int64_t mm_arena_choose(mm_arena* arena, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity) {
+  return Guarded<int64_t>(-1, [&] { return Of(arena)->Choose(need, request, now, out, capacity); });
 }
 
 void mm_arena_walk(mm_arena* arena, mm_block_fn visit, void* user) {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memmgr.config.placement import REMAP, Placement
+from memmgr.config.placement import Placement
 from memmgr.config.sizes import SMALL_BYTES, Need
 from memmgr.policies import Policy
 
@@ -38,7 +38,7 @@ class Config:
     host_bytes: int | None = None
     throttle: int = 0
     small_bytes: int = SMALL_BYTES
-    placement: Placement = REMAP
+    placement: Placement = "remap"
     plan: bool = True
     prefetch: bool = True
     lines: bool = False

@@ -71,7 +71,7 @@ class Kernels:
         return stream.value
 
     def alloc(self, size: int) -> int:
-        address = self.library.mm_device_alloc(self.handle, size, self.stream, 0)
+        address = self.library.mm_device_alloc(self.handle, size, self.stream)
         assert address
         return address
 

@@ -36,7 +36,7 @@ class AnyDevice:
         self.stream, self._own = stream.value, own
 
     def alloc(self, size: int) -> int:
-        address = self.library.mm_device_alloc(self.handle, size, self.stream, 0)
+        address = self.library.mm_device_alloc(self.handle, size, self.stream)
         assert address
         return address
 

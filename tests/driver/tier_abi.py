@@ -16,7 +16,7 @@ _SIGNATURES = {
     "mm_driver_load": (_P, [c.c_char_p, c.c_char_p, c.c_size_t]),
     "mm_device_open": (_P, [_P, c.c_int, _U64, c.c_int, c.c_char_p, c.c_size_t]),
     "mm_device_close": (c.c_int, [_P]),
-    "mm_device_alloc": (_P, [_P, c.c_size_t, _P, c.c_int]),
+    "mm_device_alloc": (_P, [_P, c.c_size_t, _P]),
     "mm_device_free": (None, [_P, _P]),
     "mm_device_used": (None, [_P, _P, _P]),
     "mm_device_copy": (c.c_int, [_P, _P, _P, c.c_size_t, _P]),
@@ -76,7 +76,7 @@ class Device:
         self.live: set[int] = set()
 
     def alloc(self, size: int, stream: int | None) -> int:
-        address = self.library.mm_device_alloc(self.handle, size, stream, 0)
+        address = self.library.mm_device_alloc(self.handle, size, stream)
         assert address
         self.live.add(address)
         return address

@@ -60,10 +60,10 @@ int mm_device_broken(mm_device*, char* why, size_t length);
 // error. Only for mapped memory (else -1): plain memory is opened by the runtime's own call.
 int mm_device_allow(mm_device*, int peer_ordinal);
 
-// As mm_arena_alloc_at and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
+// As mm_arena_alloc and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
 // return. While `stream` is being captured into a graph there is no reclaim, no wait and no event: the memory is new,
 // or only this stream has touched it; else NULL.
-void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
+void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream);
 void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
 void mm_device_free(mm_device*, void* p);             // in stream order; never waits
 void mm_device_used(mm_device*, void* p, mm_stream);  // work on this stream uses the block, now or up to its end

@@ -33,10 +33,9 @@ struct Options {
   bool prefetch = true;  // bytes may be read before an op needs them
   uint32_t sample = 64;  // without `verify` one cell in so many
   Order order = Order::kDtr;
-  int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of eviction
-  int remap = MM_REMAP_FIRST;  // the answer to a request that has its bytes but no run of them (MM_REMAP_*)
-  uint64_t slice_bytes = 0;    // of list ops (list_ops.h); 0: a share of the budget. For tests
-  bool apart = false;          // blocks that are expensive to make again lie at the other end (Coop, section 4.2)
+  bool window = false;       // a request without a run of addresses evicts neighbours; pages move if that does not help
+  bool search = false;       // victims for `window` are searched: the blocks have addresses, and there is a limit
+  uint64_t slice_bytes = 0;  // of list ops (list_ops.h); 0: a share of the budget. For tests
 };
 
 struct Counters {
