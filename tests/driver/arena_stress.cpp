@@ -1,8 +1,7 @@
 // Stress driver for the sanitizers: threads that allocate, free, reclaim, trim and offload against one arena and one
-// tier, with invariants checked on the way. Built with -DMEMMGR_STRESS=ON; run it under -DMEMMGR_SANITIZE=address,
-// thread.
+// tier, with invariants checked on the way (test_sanitizers.py).
 //
-//   memmgr_stress [seconds] [folder for the tier]
+//   arena_stress [seconds] [folder for the tier]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
