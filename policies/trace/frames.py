@@ -10,16 +10,10 @@ from .trace import OpKind, Trace
 def in_frames(trace: Trace, frame_bytes: int) -> tuple[Trace, float]:
     """The pass with each storage of a frame or more as large as its frames.
 
-    A plan with room for all bytes lacks room for frames otherwise: GPT-2's parameters and states are 2.4 to 9.4 MB each, and
-    an eighth smaller than their frames of 2 MiB.
-
-    Args:
-        trace: a measured pass.
-        frame_bytes: of a frame; 0: blocks have no frames.
-
-    Returns:
-        The pass, and by how much the storages have grown together. A copy moves the bytes without the rest of the frame, so the
-        links are faster by that.
+    A plan with room for all bytes lacks room for frames otherwise: GPT-2's parameters and states are 2.4 to 9.4 MB
+    each, and an eighth smaller than their frames of 2 MiB. Returns the pass, and by how much the storages have grown
+    together. A copy moves the bytes without the rest of the frame, so the links are faster by that. `frame_bytes`: of a
+    frame; 0: blocks have no frames.
 
     A storage that stays for longer than a period is in the heap and fills no frames. Without a tier those are the constants
     and their later versions. With one they may leave, and then fill frames when they are back.

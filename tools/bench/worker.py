@@ -73,11 +73,7 @@ def high_water_bytes() -> int:
 
 
 class Sampler:
-    """Reads memory on a thread while the run goes on.
-
-    Args:
-        seconds: between two readings.
-    """
+    """Reads memory on a thread while the run goes on. `seconds`: between two readings."""
 
     def __init__(self, seconds: float) -> None:
         self.resident: Callable[[], int] | None = None
@@ -143,11 +139,7 @@ def keep_nothing_back() -> bool:
 
 
 class Training:
-    """Model, optimizer and batches of a spec; `step` takes one optimizer step.
-
-    Args:
-        spec: a RunSpec as plain data.
-    """
+    """Model, optimizer and batches of a spec; `step` takes one optimizer step. `spec`: a RunSpec as plain data."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         device = spec["device"]
@@ -280,8 +272,7 @@ def strips(rows: dict[str, list[Span]], columns: int = 96) -> list[str]:
 def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
     """Trains as `spec` says; with `turns` each step waits for a line of standard input.
 
-    Returns:
-        The fields of a RunResult that are known at the end.
+    Returns the fields of a RunResult that are known at the end.
     """
     if spec["budget_bytes"] is not None:
         import memmgr  # noqa: F401  before CUDA is initialised: that is when its allocator can be put in place

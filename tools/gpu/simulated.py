@@ -31,11 +31,9 @@ COUNTED = {
 class Simulation:
     """The double, with virtual time.
 
-    Args:
-        double: the loaded library, in the mode `timed`.
-        figures: as `figures.read` gives them.
-        scale: each tensor stands for one of so many times the bytes, twice as wide for 4: a small model then has the
-            proportions of a large one. Arithmetic grows with the power of 3/2.
+    `double`: the loaded library, in the mode `timed`. `figures`: as `figures.read` gives them. `scale`: each tensor
+    stands for one of so many times the bytes, twice as wide for 4: a small model then has the proportions of a large
+    one. Arithmetic grows with the power of 3/2.
     """
 
     def __init__(self, double: ctypes.CDLL, figures: Mapping[str, float], scale: float = 1.0) -> None:
@@ -107,17 +105,13 @@ def _both(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
 def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: float, steps: int) -> dict[str, Any]:
     """The figures of a step in a trace.
 
-    Args:
-        rows: engine, label, begin, end, issued, bound, label of the work that was waited for, bytes.
-        seconds: of all steps.
-
-    Returns:
-        Of a step, on average: `ops`, its kernels; `out_bytes` and `in_bytes`. Seconds: `step`, `kernels`, copies `out` and `in`,
-        `host` (at work), `host_waits`, `ideal` (the longest of kernels and both copies), `out_under_kernels`,
-        `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the kernels' engine by reason. The largest by kind:
-        `host_by_call`, `waits_by_call`, `kernels_by_op`. `lead`: how long a kernel waits between its launch and its
-        begin. `overlap`: of the shorter of copies and kernels, the share that lies under the other. `link_use`: the busier
-        way's share of the step.
+    Returns, of a step on average: `ops`, its kernels; `out_bytes` and `in_bytes`. Seconds: `step`, `kernels`, copies
+    `out` and `in`, `host` (at work), `host_waits`, `ideal` (the longest of kernels and both copies),
+    `out_under_kernels`, `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the kernels' engine by
+    reason. The largest by kind: `host_by_call`, `waits_by_call`, `kernels_by_op`. `lead`: how long a kernel waits
+    between its launch and its begin. `overlap`: of the shorter of copies and kernels, the share that lies under the
+    other. `link_use`: the busier way's share of the step. `rows`: engine, label, begin, end, issued, bound, label of
+    the work that was waited for, bytes. `seconds`: of all steps.
     """
     engine = rows[:, 0].astype(int)
     kernels = rows[engine == KERNELS]
