@@ -293,7 +293,7 @@ def native_figures() -> dict[str, int]:
 KEPT = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes clean_drops recomputes recompute_seconds "
     "rematerializations stall_seconds room_seconds reclaims reads_ahead late_reads write_backs planned_passes passes "
-    "short_periods plans plan_seconds trials refused_kinds retries ops recorded_ops admission_waits copies_before_write "
+    "short_periods plans plan_seconds trials refused_kinds retries ops recorded_ops "
     "search_seconds own_seconds"
 ).split()
 
