@@ -32,19 +32,14 @@ class RunSpec:
 
     label: str  # how it is called in tables
     steps: int  # optimizer steps
-    model: str = "gpt"  # "gpt" or "convnet"
     sizes: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the model's config
     batch: int = 12  # sequences or images per step
     budget_bytes: int | None = None  # None runs without memmgr
     policy: str = "auto"  # the policy's name; ignored without a budget
-    options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of `memmgr.budget`
-    device: str = "cpu"  # "cpu" or "cuda"
-    deterministic: bool = False  # switch torch's deterministic algorithms on
-    # find out how much memory the run needs. On the CPU its resident set is made to tell (see
-    # `worker.keep_nothing_back`), which makes it slower: time another run. On CUDA torch's own count is taken.
+    # finds out how much memory the run needs: its resident set is made to tell (see `worker.keep_nothing_back`), which
+    # makes it slower: time another run
     measure_need: bool = False
     seed: int = 1234  # of parameters, dropout and batches
-    sample_seconds: float = 0.005  # how often memory is read
 
 
 @dataclass
@@ -113,20 +108,6 @@ def with_need(result: RunResult, need: RunResult) -> RunResult:
     return result
 
 
-def unmanaged(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
-    """Runs `spec` without memmgr, and measures its need: on the CPU in a second process.
-
-    `spec`: the specification; `budget_bytes` None. `on_event`: as for `run`; not called for steps of the measuring
-    process. `timeout_seconds`: per process.
-    """
-    if spec.device != "cpu":
-        return run(replace(spec, measure_need=True), on_event, timeout_seconds)
-    need = measured(spec, timeout_seconds)
-    if need.failure:
-        return replace(need, spec=spec)
-    return with_need(run(spec, on_event, timeout_seconds), need)
-
-
 def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
     """Runs `spec` in a new process.
 
@@ -177,15 +158,11 @@ class _Process:
             "MEMMGR_CORE_LIB",
             "MEMMGR_DISK",
             "MEMMGR_DEBUG",
-            "MEMMGR_CUDA_MEMORY",
-            "MEMMGR_CUDA_PAGE",
         )
         if spec.budget_bytes is None:
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
         else:
             environment |= {key: os.environ[key] for key in kept if key in os.environ}
-        if spec.deterministic:
-            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's condition for reproducible bits
         worker = str(Path(__file__).with_name("worker.py"))
         self.result = RunResult(spec)
         self.ended = False
