@@ -154,7 +154,7 @@ FRAMEWORKS := bitsandbytes came-pytorch diffusers ipython torchao
 
 compatibility: setup ## a small training with each framework, into docs/compatibility.md
 	$(PY) -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
-	$(PY) tools/house/compatibility.py
+	$(PY) tests/foreign/compatibility.py
 
 # mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
 lint: setup ## ruff, clang-format, the words of comments, the length of functions, mypy --strict

@@ -5,7 +5,7 @@ are called live (`memmgr.runtime.ranking`). Prefetchers run in the simulator onl
 """
 
 from .rules.directors import DIRECTORS, Alternate, Auto
-from .rules.filters import FILTERS, DtrOptions, Price
+from .rules.filters import FILTERS, Price
 from .rules.prefetchers import PREFETCHERS, Prefetcher, Upcoming, fifo
 from .rules.rank import rank
 from .rules.registry import POLICIES, Policy, parse_policy
@@ -22,7 +22,6 @@ __all__ = [
     "Auto",
     "Candidates",
     "Director",
-    "DtrOptions",
     "Filter",
     "Link",
     "Policy",

@@ -29,8 +29,6 @@ mm_tier* Handle(memmgr::Tier* tier) { return reinterpret_cast<mm_tier*>(tier); }
 
 extern "C" {
 
-int mm_abi_version(void) { return MM_ABI_VERSION; }
-
 // ---- arena -----------------------------------------------------------------------------------------------------
 
 mm_arena* mm_arena_create(uint64_t budget_bytes, uint64_t reserve_bytes, char* err, size_t err_len) {
@@ -50,16 +48,12 @@ int mm_arena_destroy(mm_arena* arena) {
 
 void mm_arena_set_reclaim(mm_arena* arena, mm_reclaim_fn reclaim, void* user) { Of(arena)->SetReclaim(reclaim, user); }
 void mm_arena_set_budget(mm_arena* arena, uint64_t budget_bytes) { Of(arena)->SetBudget(budget_bytes); }
-void mm_arena_set_outside(mm_arena* arena, uint64_t outside_bytes) { Of(arena)->SetOutside(outside_bytes); }
 void mm_arena_add_outside(mm_arena* arena, int64_t delta) { Of(arena)->AddOutside(delta); }
 
-void mm_arena_set_layout(mm_arena* arena, int remap, int apart) { Of(arena)->SetLayout(remap, apart); }
+void mm_arena_set_layout(mm_arena* arena, int remap) { Of(arena)->SetLayout(remap); }
 
-void* mm_arena_alloc(mm_arena* arena, size_t bytes) { return mm_arena_alloc_at(arena, bytes, MM_SIDE_LOW); }
-
-void* mm_arena_alloc_at(mm_arena* arena, size_t bytes, int side) {
-  const memmgr::End end = side == MM_SIDE_HIGH ? memmgr::End::kHigh : memmgr::End::kLow;
-  return Guarded<void*>(nullptr, [&] { return Of(arena)->Alloc(bytes, end); });
+void* mm_arena_alloc(mm_arena* arena, size_t bytes) {
+  return Guarded<void*>(nullptr, [&] { return Of(arena)->Alloc(bytes); });
 }
 
 void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
@@ -77,10 +71,8 @@ const void* mm_arena_base(mm_arena* arena) { return Of(arena)->Base(); }
 int mm_arena_owns(mm_arena* arena, const void* p) { return Of(arena)->Owns(p) ? 1 : 0; }
 size_t mm_arena_free(mm_arena* arena, void* p) { return Of(arena)->Free(p); }
 uint64_t mm_arena_trim(mm_arena* arena, uint64_t keep_bytes) { return Of(arena)->Trim(keep_bytes); }
-void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild(); }
 void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }
 void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
-uint64_t mm_arena_take_mark(mm_arena* arena, uint64_t* peak_bytes) { return Of(arena)->TakeMark(peak_bytes); }
 void mm_own_work(int delta) { memmgr::NoteOwnWork(delta); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
 void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
@@ -106,12 +98,10 @@ uint64_t mm_arena_budget(mm_arena* arena) { return Of(arena)->budget(); }
 
 void mm_arena_price(mm_arena* arena, const mm_price* prices, size_t n) { Of(arena)->SetPrices(prices, n); }
 int mm_arena_disown(mm_arena* arena, const void* p, const void* owner) { return Of(arena)->Disown(p, owner) ? 1 : 0; }
-void* mm_arena_owner(mm_arena* arena, const void* p) { return Of(arena)->Owner(p); }
 void mm_arena_set_staleness_exponent(mm_arena* arena, double exponent) { Of(arena)->SetStalenessExponent(exponent); }
 
-int64_t mm_arena_choose(mm_arena* arena, int how, uint64_t need, uint64_t request, double now, mm_victim* out,
-                        size_t capacity) {
-  return Guarded<int64_t>(-1, [&] { return Of(arena)->Choose(how, need, request, now, out, capacity); });
+int64_t mm_arena_choose(mm_arena* arena, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity) {
+  return Guarded<int64_t>(-1, [&] { return Of(arena)->Choose(need, request, now, out, capacity); });
 }
 
 void mm_arena_walk(mm_arena* arena, mm_block_fn visit, void* user) {
@@ -199,7 +189,6 @@ int mm_tier_read_now(mm_tier* tier, mm_slot slot, void* dst) {
   return Guarded(-ENOMEM, [&] { return Of(tier)->Read(slot, dst, memmgr::Urgency::kNow); });
 }
 
-int mm_tier_order(mm_tier* tier, mm_slot slot) { return Of(tier)->OrderMemory(slot); }
 int mm_tier_use(mm_tier* tier, mm_slot slot, mm_stream stream) { return Of(tier)->Use(slot, stream); }
 const void* mm_tier_bytes(mm_tier* tier, mm_slot slot) { return Of(tier)->Bytes(slot); }
 uint64_t mm_tier_ended(mm_tier* tier) { return Of(tier)->Ended(); }

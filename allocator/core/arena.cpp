@@ -263,7 +263,6 @@ inline void Arena::ResidentChanged() {
   const int64_t unmanaged = static_cast<int64_t>(now) + virtual_bytes_;
   const auto need = static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0));
   stats_.unmanaged_peak_bytes = std::max(stats_.unmanaged_peak_bytes, need);
-  marked_peak_bytes_ = std::max(marked_peak_bytes_, need);
 }
 
 // Aligned blocks take up to twice their length of addresses. Every chunk that has been moved may be a mapping of its
@@ -302,15 +301,6 @@ void Arena::ChooseSmall() {
   if (budget() < kAbsurdBytes) small_limit_ = std::clamp(budget() / kSmallInBudget, kLeastSmall, most_small_);
 }
 
-void Arena::SetOutside(uint64_t bytes) {
-  std::lock_guard hold(lock_);
-  if (forked()) return;
-  stats_.outside_bytes = std::min(bytes, kAbsurdBytes);
-  ResidentChanged();
-  ObeyBudget();
-  Verify("set_outside");
-}
-
 void Arena::AddOutside(int64_t delta) {
   std::lock_guard hold(lock_);
   if (forked()) return;
@@ -345,11 +335,10 @@ uint64_t Arena::Limit() const {
   return std::min(large_.bytes(), rest >> kLargeUnitShift << kLargeUnitShift);
 }
 
-void Arena::SetLayout(int remap, int apart) {
+void Arena::SetLayout(int remap) {
   std::lock_guard hold(lock_);
   remap_ = remap;
   ChooseChunk();
-  apart_ = apart != 0;
 }
 
 // ---- sites ----------------------------------------------------------------------------------------------------
@@ -436,24 +425,16 @@ void* Arena::TrySite(Request* request) {
 }
 
 // Memory in stream order may have to be of few streams; otherwise any run will do.
-inline Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit, End end) const {
+inline Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit) const {
   if (request.order != nullptr && request.order->allowed != ~StreamMask{0})
     return heap.FindWithin(request.bytes, limit, request.order->allowed);
   Block* run = heap.Find(request.bytes, limit);
-  if (run == nullptr) return {};
-  const bool low = end == End::kLow;
-  return {run, low ? heap.LowerEnd(run, limit, request.bytes) : heap.UpperEnd(run, limit, request.bytes)};
+  return run != nullptr ? Spot{run, heap.LowerEnd(run, limit, request.bytes)} : Spot{};
 }
 
 inline Block* Arena::Place(Heap* heap, Request* request) {
-  const bool large = heap == &large_;
-  const End end = large && apart_ ? request->end : End::kLow;
-  // The upper end of the range is no place for blocks: the high side ends at the limit. A block that finds no room
-  // below it is placed as any other.
-  const uint64_t limit = large && (!request->remap || end == End::kHigh) ? Limit() : heap->bytes();
-  Spot spot = Find(*heap, *request, limit, end);
-  if (spot.run == nullptr && large && request->remap && limit < heap->bytes())
-    spot = Find(*heap, *request, heap->bytes(), End::kLow);
+  const uint64_t limit = heap == &large_ && !request->remap ? Limit() : heap->bytes();
+  const Spot spot = Find(*heap, *request, limit);
   if (spot.run == nullptr) return nullptr;
   Block* block = heap->Take(spot, request->bytes, request->requested_bytes);
   return block->holes == 0 ? block : Back(heap, block, request);
@@ -607,10 +588,10 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
   }
 }
 
-Arena::Request Arena::MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const {
+Arena::Request Arena::MakeRequest(uint64_t requested_bytes, StreamOrder* order) const {
   // In a period with places all bytes are planned: a block without a run has pages moved for it, and nobody leaves.
   const bool remap = remap_ == MM_REMAP_FIRST || (remap_ == MM_REMAP_LAST && places_ != nullptr);
-  Request request{std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap, 0, order};
+  Request request{std::min(requested_bytes, kAbsurdBytes), 0, 0, remap, 0, order};
   request.beyond = order != nullptr && order->beyond;
   return request;
 }
@@ -627,10 +608,10 @@ bool Arena::Concede(Request* request) {
   return true;
 }
 
-void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
+void* Arena::Alloc(uint64_t requested_bytes, StreamOrder* order) {
   if (requested_bytes == 0 || forked()) return nullptr;
   Hold hold(lock_);
-  Request request = MakeRequest(requested_bytes, end, order);
+  Request request = MakeRequest(requested_bytes, order);
   void* p = MakeRoomAndTry(&hold, &request);
   if (order != nullptr && order->at_once) return p;
   if (p == nullptr) p = Reclaim(&hold, &request);
@@ -649,7 +630,7 @@ void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
 void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order) {
   if (requested_bytes == 0 || forked()) return nullptr;
   Hold hold(lock_);
-  Request request = MakeRequest(requested_bytes, End::kLow, order);
+  Request request = MakeRequest(requested_bytes, order);
   const uint64_t most_bytes = RoundUpTo(request.requested_bytes, kLargeUnitShift);
   if (Shortage(most_bytes + std::min(keep_free, kAbsurdBytes)) > 0) return nullptr;
   return MakeRoomAndTry(&hold, &request);
@@ -935,26 +916,19 @@ bool Arena::Disown(const void* p, const void* owner) {
   return true;
 }
 
-void* Arena::Owner(const void* p) {
-  std::lock_guard hold(lock_);
-  if (forked() || !Owns(p)) return nullptr;
-  const Block* block = FindLive(Offset(p));
-  return block != nullptr ? block->owner : nullptr;
-}
-
 void Arena::SetStalenessExponent(double exponent) {
   std::lock_guard hold(lock_);
   staleness_exponent_ = exponent;
 }
 
-int64_t Arena::Choose(int how, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity) {
+int64_t Arena::Choose(uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity) {
   std::lock_guard hold(lock_);
   if (forked()) return -1;
   const auto start = std::chrono::steady_clock::now();
   // A small block that is short of no bytes wants a run after all: its own area is full.
   const bool run_wanted = remap_ != MM_REMAP_FIRST && (request > small_limit_ || need == 0);
   chooser_.Gather(large_.first(), large_.last(), large_.blocks(), Limit(), now, staleness_exponent_);
-  const bool found = chooser_.Choose(static_cast<Search>(how), {run_wanted ? request : 0, need});
+  const bool found = chooser_.Choose(run_wanted ? request : 0, need);
   const auto took = std::chrono::steady_clock::now() - start;
   const uint64_t nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();
   ++stats_.searches;
@@ -1005,14 +979,6 @@ void Arena::ResetPeak() {
   stats_.unmanaged_peak_bytes = 0;
   stats_.committed_peak_bytes = committed_bytes();
   ResidentChanged();
-}
-
-uint64_t Arena::TakeMark(uint64_t* peak_bytes) {
-  std::lock_guard hold(lock_);
-  *peak_bytes = marked_peak_bytes_;
-  marked_peak_bytes_ = 0;
-  ResidentChanged();
-  return marked_peak_bytes_;
 }
 
 void Arena::ResetCounts() {

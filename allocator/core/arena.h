@@ -76,18 +76,17 @@ class Arena final : private ForkAware {
 
   void SetReclaim(mm_reclaim_fn reclaim, void* user);
   void SetBudget(uint64_t bytes);
-  void SetOutside(uint64_t bytes);
   void AddOutside(int64_t delta);
   void Promise(int64_t delta);
   void NoteVirtual(int64_t delta);
 
-  void SetLayout(int remap, int apart);
+  void SetLayout(int remap);
   // A period begins whose blocks have sites (places.h); nullptr: one begins, or goes on, without.
   void Follow(Places* places);
   void At(uint32_t position);
   void Forget(const Places* places);  // they end
   // `order` is for memory in stream order; nullptr where there are no streams.
-  void* Alloc(uint64_t requested_bytes, End end, StreamOrder* order = nullptr);
+  void* Alloc(uint64_t requested_bytes, StreamOrder* order = nullptr);
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order = nullptr);
   // Its bytes. `now`: the device's clock, where there are streams.
   uint64_t Free(void* p, uint64_t now = 0);
@@ -126,15 +125,13 @@ class Arena final : private ForkAware {
 
   void SetPrices(const mm_price* prices, size_t n);
   bool Disown(const void* p, const void* owner);
-  void* Owner(const void* p);
   void SetStalenessExponent(double exponent);
-  int64_t Choose(int how, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity);
+  int64_t Choose(uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity);
 
   bool Idle();  // no block is live
 
   void Stats(mm_arena_stats* out);
   void ResetPeak();
-  uint64_t TakeMark(uint64_t* peak_bytes);
   void ResetCounts();
   // Bytes by which resident and promised bytes, with these, exceed the budget.
   uint64_t Shortage(uint64_t bytes) const;
@@ -161,9 +158,8 @@ class Arena final : private ForkAware {
     uint64_t requested_bytes;
     uint64_t bytes;  // after alignment
     uint64_t need;   // the shortage that the last try found; 0: contiguity
-    End end;
-    bool remap;     // addresses beyond the limit are allowed
-    uint64_t room;  // pages that have to be given back first: then another try is worth it
+    bool remap;      // addresses beyond the limit are allowed
+    uint64_t room;   // pages that have to be given back first: then another try is worth it
     StreamOrder* order;
     SiteRoom site_room;         // `room` is for the frames of its site
     bool lacks_memory = false;  // its site does, and nothing more can be given back for it
@@ -181,7 +177,7 @@ class Arena final : private ForkAware {
     }
     return InSmall(offset) ? small_.FindLive(offset - large_.bytes()) : large_.FindLive(offset);
   }
-  Request MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const;
+  Request MakeRequest(uint64_t requested_bytes, StreamOrder* order) const;
   uint64_t Limit() const;
   uint64_t Placeable() const { return Limit() - std::min(Limit(), large_held_bytes_); }
   uint64_t away_pages() const { return large_.away_pages() + small_.away_pages(); }
@@ -212,7 +208,7 @@ class Arena final : private ForkAware {
   void* MakeRoomAndTry(Hold* hold, Request* request);
   void* MakeRoom(Hold* hold, Request* request);
   void NoteTakenFromSites(const Request& request);
-  Spot Find(const Heap& heap, const Request& request, uint64_t limit, End end) const;
+  Spot Find(const Heap& heap, const Request& request, uint64_t limit) const;
   Block* Place(Heap* heap, Request* request);
   Block* Back(Heap* heap, Block* block, Request* request);
   void CountSmall(uint64_t bytes, int sign);
@@ -275,9 +271,7 @@ class Arena final : private ForkAware {
   uint64_t conceded_bytes_ = 0;  // by which pages may pass the budget: reclaim has found nobody for them
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;
-  uint64_t marked_peak_bytes_ = 0;
   int remap_ = MM_REMAP_FIRST;
-  bool apart_ = false;
   ChunkChoice chunks_;
   double staleness_exponent_ = 1;
   Chooser chooser_;         // its columns are kept for the next search

@@ -92,7 +92,7 @@ bool Device::OpenArena(uint64_t budget_bytes, int memory, std::string* wrong) {
   arena_.reset(Arena::Create(pages_.ops(), budget_bytes, areas, wrong));
   if (arena_ == nullptr) return false;
   // It owns its memory as one piece: contiguity has to be made by evicting neighbours.
-  if (memory == MM_MEMORY_PLAIN) arena_->SetLayout(MM_REMAP_NEVER, 0);
+  if (memory == MM_MEMORY_PLAIN) arena_->SetLayout(MM_REMAP_NEVER);
   return true;
 }
 
@@ -268,7 +268,7 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
 
 void* Device::Place(const Request& request, StreamOrder* order) {
   return request.only_try ? arena_->TryAlloc(request.bytes, request.keep_free, order)
-                          : arena_->Alloc(request.bytes, request.end, order);
+                          : arena_->Alloc(request.bytes, order);
 }
 
 // The first try does nothing that may wait, and nearly always that is all: no driver call then. Only when a stream has
@@ -316,10 +316,10 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
   }
 }
 
-void* Device::Alloc(uint64_t bytes, End end, CUstream stream) { return AllocAt({bytes, end, false, 0}, stream); }
+void* Device::Alloc(uint64_t bytes, CUstream stream) { return AllocAt({bytes, false, 0}, stream); }
 
 void* Device::TryAlloc(uint64_t bytes, uint64_t keep_free, CUstream stream) {
-  return AllocAt({bytes, End::kLow, true, keep_free}, stream);
+  return AllocAt({bytes, true, keep_free}, stream);
 }
 
 void Device::Free(void* p) {

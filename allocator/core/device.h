@@ -53,7 +53,7 @@ class Device final : private ForkAware, private Settler {
   // While the result lives, the calling thread's context is this device's.
   [[nodiscard]] memmgr::EnsureContext EnsureContext() const { return {driver_, ordinal_}; }
 
-  void* Alloc(uint64_t bytes, End end, CUstream stream);
+  void* Alloc(uint64_t bytes, CUstream stream);
   void* TryAlloc(uint64_t bytes, uint64_t keep_free, CUstream stream);
   void Free(void* p);
   void Touch(const void* block, CUstream by);  // mm_device_used
@@ -115,7 +115,6 @@ class Device final : private ForkAware, private Settler {
   };
   struct Request {
     uint64_t bytes;
-    End end;
     bool only_try;
     uint64_t keep_free;
   };

@@ -71,9 +71,8 @@ int mm_device_allow(mm_device* device, int peer_ordinal) {
   return Guarded(-1, [&] { return Of(device)->Allow(peer_ordinal); });
 }
 
-void* mm_device_alloc(mm_device* device, size_t bytes, mm_stream stream, int side) {
-  const memmgr::End end = side == MM_SIDE_HIGH ? memmgr::End::kHigh : memmgr::End::kLow;
-  return Guarded<void*>(nullptr, [&] { return Of(device)->Alloc(bytes, end, stream); });
+void* mm_device_alloc(mm_device* device, size_t bytes, mm_stream stream) {
+  return Guarded<void*>(nullptr, [&] { return Of(device)->Alloc(bytes, stream); });
 }
 
 void* mm_device_try_alloc(mm_device* device, size_t bytes, uint64_t keep_free, mm_stream stream) {

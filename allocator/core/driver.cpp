@@ -119,11 +119,4 @@ const mm_driver* mm_driver_load(const char* path, char* err, size_t err_len) {
   return nullptr;
 }
 
-int mm_driver_device_count(const mm_driver* driver) {
-  int count = 0;
-  CUresult error = driver->Init(0);
-  if (error == CUDA_SUCCESS) error = driver->DeviceGetCount(&count);
-  return error == CUDA_SUCCESS ? count : -error;
-}
-
 }  // extern "C"

@@ -83,7 +83,6 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(Init, "cuInit", (unsigned flags))                                                                                 \
   X(GetErrorString, "cuGetErrorString", (CUresult, const char**))                                                     \
   X(DeviceGet, "cuDeviceGet", (CUdevice*, int ordinal))                                                               \
-  X(DeviceGetCount, "cuDeviceGetCount", (int*))                                                                       \
   X(DeviceGetAttribute, "cuDeviceGetAttribute", (int*, int attribute, CUdevice))                                      \
   X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))                                       \
   X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext*))                                                                   \

@@ -117,13 +117,6 @@ uint64_t Heap::LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const 
   return first + bytes <= (run == last_ ? std::min(run_end, limit) : run_end) ? first : run->offset;
 }
 
-uint64_t Heap::UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
-  // A run is left below the block, and another one beyond the limit.
-  const uint64_t run_end = run->offset + run->bytes;
-  const uint64_t top = run == last_ ? std::min(run_end, std::max(limit, run->offset + bytes)) : run_end;
-  return top - bytes;
-}
-
 Block* Heap::BestAllowed(const RunIndex& index, uint64_t bytes, uint64_t limit, StreamMask allowed) const {
   Block* run = index.BestFit(bytes);
   while (run != nullptr && (!Allowed(run, allowed) || (run == last_ && run->offset + bytes > limit)))

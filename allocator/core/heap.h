@@ -9,7 +9,6 @@
 //
 //   limit        where the area ends for placement: the part of the last run beyond it is not used. Runs between live
 //                blocks are usable wherever they lie
-//   end          the side of a run from which a block is cut
 //   spot         a run and the offset in it where a block is to begin
 //   chunk        see pages.h: a block of at least one begins where one begins, if there are addresses enough
 //
@@ -28,8 +27,6 @@
 
 namespace memmgr {
 
-enum class End : uint8_t { kLow, kHigh };
-
 struct Spot {
   Block* run = nullptr;  // nullptr: none
   uint64_t at = 0;
@@ -41,9 +38,8 @@ class Heap {
 
   // Best fit, committed runs first; nullptr when no run is long enough.
   Block* Find(uint64_t bytes, uint64_t limit) const;
-  // Where a block begins that is cut from the lower or from the upper end of a run.
+  // Where a block begins in a run.
   uint64_t LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const;
-  uint64_t UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const;
   // As Find, but only memory that no stream outside of `allowed` touched: a run, or pages of one that are not
   // committed.
   Spot FindWithin(uint64_t bytes, uint64_t limit, StreamMask allowed) const;

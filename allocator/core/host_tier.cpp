@@ -370,12 +370,6 @@ int HostTier::Use(mm_slot id, mm_stream stream) {
   return 0;
 }
 
-int HostTier::OrderMemory(mm_slot id) {
-  if (forked_.load()) return -ECANCELED;
-  Hold hold(mutex_);
-  return Find(id) != nullptr ? 0 : -EBADF;
-}
-
 int HostTier::Known(mm_slot id) {
   if (forked_.load()) return -ECANCELED;
   Hold hold(mutex_);

@@ -298,13 +298,6 @@ int LadderTier::Use(mm_slot id, mm_stream stream) {
   return entry->host >= 0 ? host_->Use(entry->host, stream) : 0;  // in the file alone: nothing was under way
 }
 
-int LadderTier::OrderMemory(mm_slot id) {
-  if (forked_.load()) return -ECANCELED;
-  Hold hold(mutex_);
-  const int error = AwaitRise(id, &hold);  // the copy into the block is queued now, if it can be
-  return error == -EBADF ? error : 0;
-}
-
 void LadderTier::Free(mm_slot id) {
   if (forked_.load()) return;
   Hold hold(mutex_);

@@ -40,7 +40,6 @@ class LadderTier final : public Tier, private ForkAware {
   void Free(mm_slot id) override;
   void Stats(mm_tier_stats* out) override;
   void Inject(int write_errno, int after_writes, int read_errno, int after_reads) override;
-  int OrderMemory(mm_slot id) override;
   int Use(mm_slot id, mm_stream stream) override;
 
   void AfterForkInChild() override { forked_.store(true); }  // a device's memory is no child's

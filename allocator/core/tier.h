@@ -34,7 +34,6 @@ class Tier {
   virtual void Inject(int write_errno, int after_writes, int read_errno, int after_reads) = 0;
 
   // Where memory is plain memory, ordering work after an operation means waiting for it.
-  virtual int OrderMemory(mm_slot id) { return Wait(id); }
   virtual int Use(mm_slot id, mm_stream) { return Wait(id); }
   virtual const void* Bytes(mm_slot) { return nullptr; }
 

@@ -58,9 +58,7 @@ void Chooser::Gather(const Block* first, const Block* last, size_t count, uint64
     bytes_.resize(room);
     price_.resize(room);
     staleness_.resize(room);
-    far_end_.resize(room);
     units_.resize(room);
-    before_.resize(room + 1);
   }
   n_ = count;
   if (!last->live) {  // of the last run only the part below the limit
@@ -86,16 +84,12 @@ void Chooser::Gather(const Block* first, const Block* last, size_t count, uint64
   Age(price_.data(), staleness_.data(), n_, exponent);
 }
 
-bool Chooser::Choose(Search how, Goal goal) {
+bool Chooser::Choose(uint64_t run_bytes, uint64_t needed) {
   victims_.clear();
   freed_ = 0;
-  if (how == Search::kWindow && goal.bytes > 0) {
-    if (!Window(goal.bytes)) return false;
-    if (freed_ >= goal.needed) return true;
-    // Blocks beyond the limit can make a request short of bytes although the window is long enough.
-    return ByScore({0, goal.needed}, false);
-  }
-  return ByScore(goal, how == Search::kDte);
+  if (run_bytes > 0 && !Window(run_bytes)) return false;
+  // Blocks beyond the limit can make a request short of bytes although the window is long enough.
+  return freed_ >= needed || Cheapest(needed);
 }
 
 // Two pointers. For each right end the cheapest window is the shortest, because no price is negative, and its left end
@@ -141,62 +135,22 @@ bool Chooser::Window(uint64_t bytes) {
   return true;
 }
 
-double Chooser::Score(size_t piece, bool count_neighbours) const {
-  uint64_t bytes = bytes_[piece];
-  if (count_neighbours) {
-    if (piece > 0 && price_[piece - 1] == 0) bytes += before_[piece] - before_[far_end_[piece - 1]];
-    if (piece + 1 < n_ && price_[piece + 1] == 0) bytes += before_[far_end_[piece + 1] + 1] - before_[piece + 1];
-  }
-  return static_cast<double>(price_[piece]) / static_cast<double>(bytes);
-}
-
-// The piece becomes free and joins the runs beside it. Returns the first and the last piece of the joined run.
-std::pair<size_t, size_t> Chooser::Take(size_t piece) {
-  size_t left = piece, right = piece;
-  price_[piece] = 0;
-  if (piece > 0 && price_[piece - 1] == 0) left = far_end_[piece - 1];
-  if (piece + 1 < n_ && price_[piece + 1] == 0) right = far_end_[piece + 1];
-  far_end_[left] = static_cast<uint32_t>(right);
-  far_end_[right] = static_cast<uint32_t>(left);
-  longest_ = std::max(longest_, before_[right + 1] - before_[left]);
-  return {left, right};
-}
-
-bool Chooser::ByScore(Goal goal, bool count_neighbours) {
-  before_[0] = 0;
-  for (size_t i = 0; i < n_; ++i) {
-    before_[i + 1] = before_[i] + bytes_[i];
-    far_end_[i] = static_cast<uint32_t>(i);
-  }
-  longest_ = 0;
+// Smallest price per byte first, lowest address among equals.
+bool Chooser::Cheapest(uint64_t needed) {
   heap_.clear();
   for (size_t i = 0; i < n_; ++i) {
-    if (price_[i] == 0) {
-      Take(i);
-    } else if (price_[i] > 0) {
-      heap_.emplace_back(0.0, static_cast<uint32_t>(i));
-    }
+    if (price_[i] > 0)
+      heap_.emplace_back(static_cast<double>(price_[i]) / static_cast<double>(bytes_[i]), static_cast<uint32_t>(i));
   }
-  // Smallest score first, lowest address among equals. A score with neighbours only ever falls while blocks leave, so
-  // that an entry is entered again when a neighbour has left, and old entries of it are skipped.
-  for (auto& [score, i] : heap_) score = Score(i, count_neighbours);
   const auto later = [](const auto& a, const auto& b) { return a > b; };
   std::make_heap(heap_.begin(), heap_.end(), later);
-  while (freed_ < goal.needed || longest_ < goal.bytes) {
+  while (freed_ < needed) {
     if (heap_.empty()) return false;
     std::pop_heap(heap_.begin(), heap_.end(), later);
     const size_t i = heap_.back().second;
     heap_.pop_back();
-    if (price_[i] == 0) continue;
     victims_.push_back(block_[i]);
     freed_ += bytes_[i];
-    const auto [left, right] = Take(i);
-    if (!count_neighbours) continue;
-    for (const size_t beside : {left - 1, right + 1}) {
-      if (beside >= n_ || price_[beside] <= 0) continue;
-      heap_.emplace_back(Score(beside, true), static_cast<uint32_t>(beside));
-      std::push_heap(heap_.begin(), heap_.end(), later);
-    }
   }
   return true;
 }

@@ -1,5 +1,5 @@
-// Chooses the blocks to evict so that a request fits: Coop's sliding window, and the searches that it is measured
-// against.
+// Chooses the blocks to evict so that a request fits: Coop's sliding window, or where no run is wanted the cheapest
+// bytes.
 //
 // Words:
 //   price    cost of making a live block free: cost / staleness^exponent, both from the policies, evaluated in a
@@ -10,10 +10,9 @@
 //   window   pieces next to each other, none pinned, whose bytes are enough. A run at its end may be longer than
 //            needed: free bytes cost nothing
 //
-// Sources: the window is Coop's (Zhang et al., NeurIPS 2023); `by score` is DTR's loop, evict the cheapest per byte
-// until it fits; `dte` is the same with the free bytes beside a block counted as its own (Dynamic Tensor Evictor,
-// MegEngine). Deviations from Coop: the window is compared by the sum of the blocks' prices, not by summed cost over
-// one staleness; among equals the lowest one wins.
+// Sources: the window is Coop's (Zhang et al., NeurIPS 2023); the cheapest per byte first is DTR's loop. Deviations
+// from Coop: the window is compared by the sum of the blocks' prices, not by summed cost over one staleness; among
+// equals the lowest one wins.
 #pragma once
 
 #include <cstdint>
@@ -26,29 +25,20 @@ namespace memmgr {
 
 inline constexpr float kPinnedCost = -1;
 
-enum class Search : int { kScore = 0, kDte = 1, kWindow = 2 };
-
 class Chooser {
  public:
-  // The conditions that must hold afterwards.
-  struct Goal {
-    uint64_t bytes;   // so many of them free in one run; 0: no run is needed
-    uint64_t needed;  // freed in all
-  };
-
   // The `count` blocks from `first` to `last`, as pieces. `now` is on the clock of last_access. May throw
   // std::bad_alloc.
   void Gather(const Block* first, const Block* last, size_t count, uint64_t limit, double now, double exponent);
-  // Victims in address order for the window, otherwise in their order of eviction. False: the goal cannot be reached.
-  bool Choose(Search how, Goal goal);
+  // Victims that free `needed` bytes in all, and `run_bytes` of them in one run (0: no run is needed): in address order
+  // for the window, otherwise in their order of eviction. False: the goal cannot be reached.
+  bool Choose(uint64_t run_bytes, uint64_t needed);
   const std::vector<const Block*>& victims() const { return victims_; }
 
  private:
   void See(const Block* block, double now, size_t i);
   bool Window(uint64_t bytes);
-  bool ByScore(Goal goal, bool count_neighbours);
-  std::pair<size_t, size_t> Take(size_t piece);
-  double Score(size_t piece, bool count_neighbours) const;
+  bool Cheapest(uint64_t needed);
 
   // Columns, one entry per piece; longer than n_ and never shortened.
   size_t n_ = 0;
@@ -56,13 +46,10 @@ class Chooser {
   std::vector<uint64_t> bytes_;
   std::vector<float> price_;  // negative: pinned; 0: free
   std::vector<float> staleness_;
-  std::vector<double> units_;      // prices as whole numbers
-  std::vector<uint32_t> far_end_;  // at both ends of a run of free pieces: where its other end is
-  std::vector<uint64_t> before_;   // bytes of all pieces before this one
+  std::vector<double> units_;  // prices as whole numbers
   std::vector<std::pair<double, uint32_t>> heap_;
   std::vector<const Block*> victims_;
   uint64_t freed_ = 0;
-  uint64_t longest_ = 0;
 };
 
 }  // namespace memmgr

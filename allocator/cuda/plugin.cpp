@@ -131,10 +131,10 @@ class Allocator final : public CUDAAllocator {
     if (hooks) {
       p = hooks->allocate(bytes, stream);
     } else {
-      p = mm_device_alloc(meter.device(), bytes, stream, MM_SIDE_LOW);
+      p = mm_device_alloc(meter.device(), bytes, stream);
       if (!p && mm_device_trim(meter.device(), 0) > 0) {
         meter.Retried();
-        p = mm_device_alloc(meter.device(), bytes, stream, MM_SIDE_LOW);
+        p = mm_device_alloc(meter.device(), bytes, stream);
       }
     }
     if (!p) Fail(meter, ordinal, bytes, stream, hooks, std::move(context));

@@ -85,10 +85,8 @@ class Computation:
     """A computation of some seconds in Python, in a thread of its own, until another thread ends it. The planner has no
     clock and checks no flag.
 
-    Args:
-        native: raises an exception in another thread.
-        package: the package whose functions may be interrupted. Other Python code in that thread, such as the user's
-            finalizers, never is.
+    `native`: raises an exception in another thread. `package`: the package whose functions may be interrupted. Other
+    Python code in that thread, such as the user's finalizers, never is.
     """
 
     def __init__(self, native: Pager, package: str = "memmgr.policies") -> None:
@@ -102,8 +100,7 @@ class Computation:
     def run(self, compute: Callable[[], T]) -> T:
         """Runs `compute` and returns its result.
 
-        Raises:
-            Stopped: `end` was called before or during the computation.
+        Raises `Stopped`: `end` was called before or during the computation.
         """
         with self._lock:
             if self._stopped:
@@ -161,9 +158,7 @@ class Rationed:
     """Work that gets a share of the time: it is due again when its last run is no more than that share of the time
     since.
 
-    Args:
-        share: above 0.
-        work: the function to run.
+    `share`: above 0.
     """
 
     def __init__(self, share: float, work: Callable[[], object]) -> None:

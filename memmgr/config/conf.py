@@ -47,8 +47,7 @@ class Refused(SystemExit):
 def pairs_of(text: str) -> Iterator[tuple[str, str]]:
     """The keys and values of `MEMMGR_CONF`, as they stand there.
 
-    Raises:
-        ValueError: a pair without a colon, or JSON that is none.
+    Raises `ValueError`: a pair without a colon, or JSON that is none.
     """
     if text.lstrip().startswith("{"):
         try:
@@ -96,9 +95,7 @@ def parse_conf(text: str) -> dict[str, Any]:
     """`policy:dtr,disk:/nvme` as keyword arguments of `budget`; a JSON object says the same.
 
     `strict` is none of them: unless it is off, a budget that cannot be had is an error and not an unmanaged training.
-
-    Raises:
-        ValueError: an unknown key, a pair without a colon, or a malformed value; the text names the accepted ones.
+    Raises `ValueError`: an unknown key, a pair without a colon, or a malformed value; the text names the accepted ones.
     """
     found: dict[str, Any] = {}
     folder, size = None, None
@@ -162,12 +159,8 @@ def no_device(name: str, what: str) -> ValueError:
 def check_file(name: str, option: str) -> None:
     """Checks that a file of this name can be made.
 
-    Args:
-        name: its path.
-        option: name of the argument or option, for the message.
-
-    Raises:
-        ValueError: it is a folder, or in a folder that does not exist.
+    Raises `ValueError`: it is a folder, or in a folder that does not exist. `option`: name of the argument or option,
+    for the message.
     """
     path = os.path.expanduser(name)
     if not name:
@@ -181,8 +174,7 @@ def check_file(name: str, option: str) -> None:
 def check_folder(folder: str, what: str) -> None:
     """Refuses a folder in which no file can be made: for a tier, before anything is trained.
 
-    Raises:
-        ValueError: the text begins with `what`.
+    Raises `ValueError`: the text begins with `what`.
     """
     if not os.path.isdir(folder):
         raise ValueError(f"{what}: {folder!r} is not a folder")
@@ -214,11 +206,7 @@ def is_strict(text: str) -> bool:
 
 
 def check_limit(text: str) -> None:
-    """Checks `MEMMGR_BUDGET`.
-
-    Raises:
-        ValueError: the text begins with the variable's name.
-    """
+    """Checks `MEMMGR_BUDGET`. Raises `ValueError`: the text begins with the variable's name."""
     parse_budget(text, whole=1 << 60, what="MEMMGR_BUDGET")
 
 
@@ -226,8 +214,7 @@ def check_conf() -> None:
     """Checks `MEMMGR_CONF` when no budget is set: some of its keys count without one. A folder is not
     checked, since the variable may be set on machines that lack it.
 
-    Raises:
-        Refused: `strict` is on.
+    Raises `Refused`: `strict` is on.
     """
     try:
         found = parse_conf(os.environ.get("MEMMGR_CONF", ""))
@@ -242,8 +229,7 @@ def check_conf() -> None:
 def refuse_or_warn(why: str) -> None:
     """Ends the process where a variable makes no sense; with `strict:off` it is a warning.
 
-    Raises:
-        Refused: `strict` is on.
+    Raises `Refused`: `strict` is on.
     """
     if is_strict(os.environ.get("MEMMGR_CONF", "")):
         refuse(f"{why} (MEMMGR_CONF=strict:off makes this a warning)")
@@ -255,8 +241,7 @@ def refuse_or_warn(why: str) -> None:
 def give_up(error: Exception) -> None:
     """The budget of the environment cannot be had: ends the process, or warns where `strict` is off.
 
-    Raises:
-        Refused: `strict` is on.
+    Raises `Refused`: `strict` is on.
     """
     why = " ".join(str(error).split())
     if is_strict(os.environ.get("MEMMGR_CONF", "")):
@@ -267,10 +252,6 @@ def give_up(error: Exception) -> None:
 
 
 def refuse(why: str) -> NoReturn:
-    """Ends the process with one line and code 2.
-
-    Raises:
-        Refused: always.
-    """
+    """Ends the process with one line and code 2. Raises `Refused`: always."""
     print(f"memmgr: {why}", file=sys.stderr, flush=True)
     raise Refused(2)

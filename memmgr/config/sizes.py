@@ -49,23 +49,13 @@ def parse_size(
 ) -> int:
     """Bytes from an int or a string.
 
-    A string is NUMBER [blank] UNIT, or a percentage. NUMBER has digits, with at most one point; `_` is ignored. UNIT is missing
-    or "B", or one of K, M, G, T, P: alone or with "B" for powers of 1000, with "I" or "IB" for powers of 1024. Case does not
-    matter. `is_binary` tells if a text has a unit of 1024.
-
-    Args:
-        value: one of the forms of `_accepted`.
-        whole: the bytes that a percentage refers to; None where percentages make no sense.
-        `what`: the name of the setting, for the error.
-        more: other forms that the caller accepts, for the error.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        SizeError: not a size, or not positive; the text shows the accepted forms.
-        ValueError: not a size, and the text has a guess: at one that is misspelt, or at a forgotten unit.
-        TypeError: not an int or a string.
+    A string is NUMBER [blank] UNIT, or a percentage. NUMBER has digits, with at most one point; `_` is ignored. UNIT is
+    missing or "B", or one of K, M, G, T, P: alone or with "B" for powers of 1000, with "I" or "IB" for powers of 1024.
+    Case does not matter. `is_binary` tells if a text has a unit of 1024. Returns bytes, at least 1. Raises `SizeError`:
+    not a size, or not positive; the text shows the accepted forms; `ValueError`: not a size, and the text has a guess:
+    at one that is misspelt, or at a forgotten unit; `TypeError`: not an int or a string. `value`: one of the forms of
+    `_accepted`. `whole`: the bytes that a percentage refers to; None where percentages make no sense. `what`: the name
+    of the setting, for the error. `more`: other forms that the caller accepts, for the error.
     """
     accepted = _accepted(whole, *more)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -132,11 +122,7 @@ def parse_limit(
 ) -> int:
     """As `parse_size`, of a limit: `None` and `"none"` are no limit.
 
-    Returns:
-        Bytes; `UNLIMITED` for no limit.
-
-    Raises:
-        ValueError, TypeError: as `parse_size`.
+    Returns bytes; `UNLIMITED` for no limit. Raises `ValueError`, `TypeError`: as `parse_size`.
     """
     return UNLIMITED if value is None or is_none(value) else parse_size(value, whole=whole, what=what, more=more)
 
@@ -148,13 +134,9 @@ def parse_host(value: int | str, what: str = "host") -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """A budget that is known once the run has been measured.
+    """A budget that is known once the run has been measured."""
 
-    Attributes:
-        share: of the run's need; None: the knee of the budget's cost (`"auto"`).
-    """
-
-    share: float | None
+    share: float | None  # of the run's need; None: the knee of the budget's cost (`"auto"`)
 
     def __str__(self) -> str:
         return "auto" if self.share is None else f"{100 * self.share:.4g} % of the need"
@@ -186,9 +168,8 @@ def parse_budget(
     """As `parse_limit`, of a budget, which may depend on the run (`"need*60%"`, `"need*0.6"`, `"auto"`) or on the free
     memory of the device (`"device"`).
 
-    Raises:
-        ValueError, TypeError: as `parse_limit`, and a malformed share of the need. If a right form is near, the text
-            suggests it instead of showing all forms.
+    Raises `ValueError`, `TypeError`: as `parse_limit`, and a malformed share of the need. If a right form is near, the
+    text suggests it instead of showing all forms.
     """
     text = value.strip().lower() if isinstance(value, str) else ""
     if text == "auto":
@@ -206,11 +187,7 @@ def parse_budget(
 
 
 def parse_share(text: str, what: str = "--ratio") -> Need:
-    """A share of the need by itself: `60%`, `0.6`, at most all of it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A share of the need by itself: `60%`, `0.6`, at most all of it. Raises `ValueError`: it is none."""
     share = need_share(f"need*{text}")
     if share is None:
         raise ValueError(f"{what}: {text!r} is no share of what the run needs; expected 60% or 0.6")

@@ -52,8 +52,7 @@ def _near(name: str) -> str:
 def refuse_unknown() -> None:
     """Ends the process where a variable is misspelt; with `strict:off`, and where it may be another program's, it is a warning.
 
-    Raises:
-        Refused: `strict` is on.
+    Raises `Refused`: `strict` is on.
     """
     global said
     found = {} if said else unknown()

@@ -39,12 +39,9 @@ _OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken 
 class Job:
     """The job of one open budget. Does nothing where torch.distributed is not initialised.
 
-    Args:
-        figures: of this rank, for the summary.
-        pager: its heartbeat is this rank's sign of life.
-        silent_seconds: a rank is lost after so many seconds without a sign of life; 0: never.
-        quiet: no summary will be printed.
-        binary: errors speak in powers of two.
+    `figures`: of this rank, for the summary. `pager`: its heartbeat is this rank's sign of life. `silent_seconds`: a
+    rank is lost after so many seconds without a sign of life; 0: never. `quiet`: no summary will be printed. `binary`:
+    errors speak in powers of two.
 
     Known limitations: a rank that has no budget is not named. Nor is one whose host vanishes with the store of a launcher's
     agent, or where the store is written in Python: then the backend waits for its own timeout.
@@ -90,8 +87,7 @@ class Job:
     def failed(self, error: BaseException) -> RankError | None:
         """Reports an exception that leaves the budget to the other ranks, unless it came from one of them.
 
-        Returns:
-            The error to raise in its place, if another rank is the cause.
+        Returns the error to raise in its place, if another rank is the cause.
         """
         member = self._member
         if member is None or (isinstance(error, SystemExit) and not error.code):

@@ -34,10 +34,7 @@ class Silence:
     """How long something has stayed as it was.
 
     A look counts a fourth of `seconds` at most: a process that was stopped, with all others or alone, has not listened
-    meanwhile.
-
-    Args:
-        seconds: that are too long; 0: none are.
+    meanwhile. `seconds`: that are too long; 0: none are.
     """
 
     def __init__(self, seconds: float) -> None:

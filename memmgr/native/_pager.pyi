@@ -240,7 +240,7 @@ class ProbeSeconds(TypedDict):
 class Pager:
     """The functions of the module; `allocator/pager/python` binds them."""
 
-    def open(self, *, limit: int, folder: str | None, disk_bytes: int, throttle: int, small_bytes: int, may_evict: bool, may_offload: bool, torture: bool, verify: bool, prefetch: bool, order: Order, search: int, remap: int, apart: bool, device: str, driver: str | None, host_bytes: int) -> None:
+    def open(self, *, limit: int, folder: str | None, disk_bytes: int, throttle: int, small_bytes: int, may_evict: bool, may_offload: bool, torture: bool, verify: bool, prefetch: bool, order: Order, window: bool, device: str, driver: str | None, host_bytes: int) -> None:
         """Opens a budget."""
 
     def close(self) -> None:

@@ -30,8 +30,7 @@ _loaded: Pager | None = None
 def load() -> Pager:
     """The module: from the wheel, or compiled if this torch has not been seen before.
 
-    Raises:
-        NotBuiltError: no compiler, no headers, or a torch that the pager does not know.
+    Raises `NotBuiltError`: no compiler, no headers, or a torch that the pager does not know.
     """
     global _loaded
     if _loaded is not None:

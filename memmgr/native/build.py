@@ -28,11 +28,7 @@ _core: ctypes.CDLL | None = None
 
 
 def core_library() -> Path:
-    """The path of the core library.
-
-    Raises:
-        NotBuiltError: it is not installed.
-    """
+    """The path of the core library. Raises `NotBuiltError`: it is not installed."""
     override = os.environ.get("MEMMGR_CORE_LIB")
     path = Path(override) if override else Path(str(importlib.resources.files("memmgr") / "libmemmgr_core.so"))
     if not path.is_file():
@@ -43,11 +39,7 @@ def core_library() -> Path:
 def package_sources(name: str, first: str) -> Path:
     """The folder of sources `name`: in a checkout the ones that are being edited, else those in the package.
 
-    Args:
-        first: a file that lies there.
-
-    Raises:
-        NotBuiltError: they are not installed.
+    Raises `NotBuiltError`: they are not installed. `first`: a file that lies there.
     """
     checkout = Path(__file__).resolve().parents[2] / "allocator" / name
     installed = Path(str(importlib.resources.files("memmgr") / f"_{name}_src"))
@@ -77,8 +69,7 @@ def cxx_standard() -> str:
 def compile_library(source: Path, target: Path, include: list[Path], libraries: list[str], what: str) -> None:
     """Compiles one translation unit against the installed torch; `target` appears whole or not at all.
 
-    Raises:
-        NotBuiltError: no compiler, or an error; the first one is in the text.
+    Raises `NotBuiltError`: no compiler, or an error; the first one is in the text.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if not compiler or not shutil.which(compiler.split()[0]):
@@ -123,8 +114,7 @@ def compile_library(source: Path, target: Path, include: list[Path], libraries: 
 def load_core() -> ctypes.CDLL:
     """The core library, its symbols open to libraries that are loaded later.
 
-    Raises:
-        NotBuiltError: it is not installed.
+    Raises `NotBuiltError`: it is not installed.
     """
     global _core
     if _core is None:

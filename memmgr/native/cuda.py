@@ -146,8 +146,7 @@ def find_headers() -> list[Path]:
     """The folders to compile with: one with all headers, or the runtime's and another one with the headers that it
     lacks.
 
-    Raises:
-        NotBuiltError: CUDA's headers are missing, or are of another release than torch.
+    Raises `NotBuiltError`: CUDA's headers are missing, or are of another release than torch.
     """
     wanted = (torch.version.cuda or "").split(".")[0]
     folders = [folder for folder in header_folders() if (folder / "cuda_runtime_api.h").is_file()]
@@ -169,8 +168,7 @@ def find_headers() -> list[Path]:
 def build() -> Path:
     """The compiled allocator for this torch; says so on stderr when it has to be made.
 
-    Raises:
-        NotBuiltError: no compiler, no headers, or an error.
+    Raises `NotBuiltError`: no compiler, no headers, or an error.
     """
     folder = package_sources("cuda", "plugin.cpp")
     include = include_folder(folder)
@@ -280,11 +278,7 @@ def address() -> int:
 
 
 def table() -> Any:
-    """`mm_plugin`.
-
-    Raises:
-        RuntimeError: the allocator is not in place.
-    """
+    """`mm_plugin`. Raises `RuntimeError`: the allocator is not in place."""
     if _library is None:
         raise RuntimeError(f"memmgr's CUDA allocator is not in place: {_why}")
     return _Table.from_address(address())

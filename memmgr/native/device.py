@@ -30,10 +30,8 @@ def resolve(device: torch.device | str | None, allocator: str = "auto") -> torch
     """The device that `budget(device=...)` means; default the accelerator if there is one, else the CPU. CUDA's has no
     number yet (see `settle`).
 
-    Raises:
-        ValueError: it is none, or no such allocator.
-        NotImplementedError: a device that memmgr has no allocator for.
-        RuntimeError: neither CUDA allocator can be had.
+    Raises `ValueError`: it is none, or no such allocator; `NotImplementedError`: a device that memmgr has no allocator
+    for; `RuntimeError`: neither CUDA allocator can be had.
     """
     if allocator not in ALLOCATORS:
         raise ValueError(f"allocator: {allocator!r} is none of {', '.join(ALLOCATORS)}")

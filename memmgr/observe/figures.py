@@ -202,12 +202,9 @@ FIGURES: tuple[Figure, ...] = (
     Figure("recorded_ops", "counter", "ops that are known well enough to run again", "pager"),
     Figure("trials", "counter", "ops that ran twice, to be compared at the first use of their kind", "pager"),
     Figure("refused_kinds", "counter", "kinds of ops that did not reproduce: copied, never run again", "pager"),
-    Figure("copies_before_write", "counter", "old bytes that were copied because a recipe still needs them", "pager"),
     Figure("cut_recipes", "counter", "recipes that were given up to keep all of them small", "pager"),
     Figure("recipe_bytes", "gauge", "memory of recipes now, with the values kept for them", "pager"),
     Figure("retries", "counter", "ops that found no room and were tried again alone", "pager"),
-    Figure("trap_retries", "counter", "ops that asked for absent bytes, and ran once more", "pager"),
-    Figure("admission_waits", "counter", "ops that waited until others gave room", "pager"),
     Figure(
         "slices",
         "counter",
@@ -223,18 +220,10 @@ FIGURES: tuple[Figure, ...] = (
         "first ops of threads that C++ started, or that are older than `import memmgr`",
         "pager",
     ),
-    Figure("works_in_flight", "gauge", "collectives that are not done", "pager"),
     # Tensors.
     Figure("cells", "gauge", "storages that the pager knows now", "pager"),
     Figure("absent_cells", "gauge", "cells whose bytes are absent now", "pager"),
     Figure("pinned_cells", "gauge", "cells that something keeps in memory now, without small ones", "pager"),
-    Figure("orphans", "gauge", "cells that the program has released and that others are made from", "pager"),
-    Figure(
-        "adopted",
-        "counter",
-        "storages of another allocator that the pager manages, from before the budget for example",
-        "pager",
-    ),
     Figure("adopted_bytes", "counter", "bytes of adopted tensors", "pager"),
     Figure("escapes", "counter", "storages whose address was handed out for good", "pager"),
     Figure("escaped_bytes", "gauge", "bytes of escaped storages that live", "pager"),
@@ -262,7 +251,6 @@ FIGURES: tuple[Figure, ...] = (
         "bytes of tensors over files that another library has mapped: the kernel takes their pages back, they do not count",
         "pager",
     ),
-    Figure("foreign_writes", "counter", "writes by C++ that no op announced", "pager"),
 )
 """All of them but `escapes.MODULE:LINE`, which says how often a place in the program handed an address out."""
 

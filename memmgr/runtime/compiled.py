@@ -22,10 +22,9 @@ from memmgr.readers.patches import Patches
 class CompiledGraphs:
     """The compiled graph that each thread is in, unless it is paged, and its errors, for one budget.
 
-    Args:
-        spent: the error of a thread that found no room, from the allocator's message.
-        refusal: the allocator's last message to this thread; empty once a later request succeeded.
-        graphs: which graphs are paged launch by launch. Errors of these are those of the eager code around them.
+    `spent`: the error of a thread that found no room, from the allocator's message. `refusal`: the allocator's last
+    message to this thread; empty once a later request succeeded. `graphs`: which graphs are paged launch by launch.
+    Errors of these are those of the eager code around them.
     """
 
     def __init__(self, spent: Callable[[str], BudgetError], refusal: Callable[[], str], graphs: PagedGraphs) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memmgr.config.placement import REMAP, Placement
+from memmgr.config.placement import Placement
 from memmgr.config.sizes import SMALL_BYTES, Need
 from memmgr.policies import Policy
 
@@ -18,27 +18,20 @@ SILENT_SECONDS = 12.0
 
 @dataclass
 class Config:
-    """The arguments of `memmgr.budget`, as the runtime takes them.
+    """The arguments of `memmgr.budget`, as the runtime takes them."""
 
-    Attributes:
-        limit_bytes: the current budget; with `need`, the device's memory until the run has been measured.
-        need: the share that it becomes then; None: it stays.
-        host_bytes: host memory for offloaded tensors; None: the default.
-        folder: the folder of the tier below the CPU, or below an accelerator's host memory; None: there is none.
-        binary: errors speak in powers of two, as the limit did.
-    """
-
-    limit_bytes: int
+    limit_bytes: int  # the current budget; with `need`, the device's memory until the run has been measured
     device: torch.device
+    # the folder of the tier below the CPU, or below an accelerator's host memory; None: there is none
     folder: str | None
     disk_bytes: int
     policy: Policy
     verify: bool
     quiet: bool
-    host_bytes: int | None = None
+    host_bytes: int | None = None  # host memory for offloaded tensors; None: the default
     throttle: int = 0
     small_bytes: int = SMALL_BYTES
-    placement: Placement = REMAP
+    placement: Placement = "remap"
     plan: bool = True
     prefetch: bool = True
     lines: bool = False
@@ -46,8 +39,8 @@ class Config:
     trace: str | None = None
     trace_pass: int = 2
     silent_seconds: float = SILENT_SECONDS
-    binary: bool = False
-    need: Need | None = None
+    binary: bool = False  # errors speak in powers of two, as the limit did
+    need: Need | None = None  # the share that it becomes then; None: it stays
 
 
 def default_folder() -> str:

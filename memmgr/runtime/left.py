@@ -31,9 +31,8 @@ WORTH_SAYING = 0.1
 class ModuleNames:
     """The names of the modules in which ops run.
 
-    Attributes:
-        name: of a module by its number; None: it is not known.
-        learn: the modules of the ops from here on are told apart, or no more: that costs some microseconds a call.
+    `name`: of a module by its number; None: it is not known. `learn`: the modules of the ops from here on are told
+    apart, or no more: that costs some microseconds a call.
     """
 
     name: Callable[[int], str | None] = lambda number: None
@@ -54,10 +53,7 @@ class _Place:
 class LeftPlans:
     """The places at which passes leave plans. One thread at a time.
 
-    Args:
-        pager: has the period that ended last.
-        modules: names the modules of ops.
-        happened: called once for each place (`Telemetry.happened`).
+    `pager`: has the period that ended last. `happened`: called once for each place (`Telemetry.happened`).
     """
 
     def __init__(self, pager: Pager, modules: ModuleNames, happened: Callable[..., None]) -> None:
@@ -69,12 +65,7 @@ class LeftPlans:
         self._learning = self._closed = False
 
     def note(self, ended: PeriodInfo, plan: Noted) -> None:
-        """A period left a plan.
-
-        Args:
-            ended: the period; its timeline is at hand.
-            plan: the period that was planned.
-        """
+        """A period left a plan. `ended`: the period; its timeline is at hand."""
         key = ended["left_plan"], ended["left_at"]
         place = self._places.get(key)
         if place is None and len(self._places) >= MOST_PLACES:
@@ -105,12 +96,7 @@ class LeftPlans:
             self._modules.learn(False)
 
     def lines(self, left_passes: int, passes: int) -> list[str]:
-        """A line for the summary; none where few passes leave a plan.
-
-        Args:
-            left_passes: passes that followed no plan to its end.
-            passes: all.
-        """
+        """A line for the summary; none where few passes leave a plan."""
         if not self._places or left_passes < WORTH_SAYING * passes:
             return []
         most = max(self._places.values(), key=lambda place: place.passes)
@@ -157,15 +143,9 @@ def difference(
 ) -> tuple[str, bool]:
     """The first difference of a period from the one that was planned.
 
-    Args:
-        plan: the period that was planned.
-        now: the other one.
-        at: the first position at which they differ: in the op there, or in the results of the op before.
-        module: the name of a module by its number.
-
-    Returns:
-        Words such as "op 412 of 705, `aten::mul` in `GPT.blocks.3`: a new size, 4.2 MB for 4 MB", and whether the module is in
-        them.
+    Returns words such as "op 412 of 705, `aten::mul` in `GPT.blocks.3`: a new size, 4.2 MB for 4 MB", and whether the
+    module is in them. `now`: the other one. `at`: the first position at which they differ: in the op there, or in the
+    results of the op before. `module`: the name of a module by its number.
     """
     planned, ran = _Ops(plan), _Ops(now)
     words = ""

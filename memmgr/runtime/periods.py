@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 class TraceFile:
     """The file for which the user asked (`budget(trace=)`): one pass, the first from `number` on that ends well.
 
-    Args:
-        path: where; compressed if the name ends in .gz. With several ranks each has a file of its own, `run.rank1.trace`, and
-            so has a process beside one that lives and has written it, `run.12345.trace`.
-        number: of the pass, from 1.
-        telemetry: names the modules of its ops.
+    `path`: where; compressed if the name ends in .gz. With several ranks each has a file of its own, `run.rank1.trace`,
+    and so has a process beside one that lives and has written it, `run.12345.trace`. `number`: of the pass, from 1.
+    `telemetry`: names the modules of its ops.
     """
 
     def __init__(self, path: str, number: int, telemetry: Telemetry) -> None:
@@ -126,9 +124,7 @@ class Periods:
     def ended(self, passes: int, completed: bool) -> None:
         """An outermost backward has ended.
 
-        Args:
-            passes: how many, with this one.
-            completed: whether it came to its end.
+        `passes`: how many, with this one. `completed`: whether it came to its end.
         """
         with self._lock:
             for_file = self._file is not None and self._file.compares(passes + 1)

@@ -38,17 +38,11 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer.
+    """An answer."""
 
-    Attributes:
-        value: of the function.
-        error: why there is none; None: there is.
-        cpu_seconds: of a processor.
-    """
-
-    value: Any
-    error: str | None
-    cpu_seconds: float
+    value: Any  # of the function
+    error: str | None  # why there is none; None: there is
+    cpu_seconds: float  # of a processor
 
 
 def framed(payload: bytes) -> bytes:
@@ -59,11 +53,7 @@ def framed(payload: bytes) -> bytes:
 def unframed(read: Callable[[int], bytes]) -> bytes:
     """The next message.
 
-    Args:
-        read: at most so many bytes; empty: the other side is gone.
-
-    Raises:
-        EOFError: the other side is gone.
+    Raises `EOFError`: the other side is gone. `read`: at most so many bytes; empty: the other side is gone.
     """
 
     def exactly(count: int) -> bytes:

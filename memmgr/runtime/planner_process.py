@@ -40,11 +40,7 @@ _SHOWN_BYTES = 2000  # bytes of its output in an error's text
 
 
 class Failed(Exception):
-    """The computation failed; the message has the reason.
-
-    Attributes:
-        cpu_seconds: processor time that it took.
-    """
+    """The computation failed; the message has the reason. `cpu_seconds`: processor time that it took."""
 
     def __init__(self, text: str, cpu_seconds: float = 0.0) -> None:
         super().__init__(text)
@@ -66,9 +62,7 @@ class Executor(Protocol):
     def run(self, function: Callable[..., T], *arguments: Any) -> tuple[T, float]:
         """The function's value, and the seconds of a processor that it took.
 
-        Raises:
-            Failed: by the function, or the process has ended.
-            Stopped: by `end`, before or meanwhile.
+        Raises `Failed`: by the function, or the process has ended; `Stopped`: by `end`, before or meanwhile.
         """
         ...
 
@@ -80,9 +74,7 @@ class Executor(Protocol):
 class InThread:
     """Computes in the thread that asks.
 
-    Args:
-        native: raises an exception in another thread.
-        package: see `Computation`.
+    `native`: raises an exception in another thread. `package`: see `Computation`.
     """
 
     works = True
@@ -272,11 +264,7 @@ class PlannerProcess:
             self._done()
 
     def run(self, asker: InProcess, function: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, float]:
-        """As `Executor` has it.
-
-        Raises:
-            Unavailable: there is no process, and none can be started.
-        """
+        """As `Executor` has it. Raises `Unavailable`: there is no process, and none can be started."""
         question = pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL)
         with self._turn:
             child = self._begin(asker)
@@ -357,14 +345,7 @@ PLANNER = PlannerProcess()
 
 
 class InProcess:
-    """Computes in the planner's process, or in the thread that asks where there is none.
-
-    Args:
-        native: see `InThread`.
-
-    Attributes:
-        stopped: it has been ended.
-    """
+    """Computes in the planner's process, or in the thread that asks where there is none."""
 
     def __init__(self, native: Pager) -> None:
         self._here = InThread(native)

@@ -25,21 +25,13 @@ PERIODS = 1_000
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A planner's result.
+    """A planner's result."""
 
-    Attributes:
-        steps: the schedule.
-        overhead: predicted time over the unmanaged one's.
-        lower_bound: no schedule takes less, in the same unit; None: the planner has none.
-        away: storages in the tier when the period begins.
-        moved_bytes: bytes that it writes and reads; 0: not counted.
-    """
-
-    steps: Sequence[Step]
-    overhead: float
-    lower_bound: float | None = None
-    away: Sequence[int] = ()
-    moved_bytes: int = 0
+    steps: Sequence[Step]  # the schedule
+    overhead: float  # predicted time over the unmanaged one's
+    lower_bound: float | None = None  # no schedule takes less, in the same unit; None: the planner has none
+    away: Sequence[int] = ()  # storages in the tier when the period begins
+    moved_bytes: int = 0  # bytes that it writes and reads; 0: not counted
 
     @property
     def rematerialized(self) -> int:

@@ -20,50 +20,29 @@ from .timeline import Noted, PackedRows, rows
 
 @dataclass(frozen=True)
 class PlanJob:
-    """A period to plan.
+    """A period to plan."""
 
-    Attributes:
-        period: as the pager noted it.
-        budgets: in bytes, the best first; the plan is for the first of them that a schedule fits.
-        planner: a name in `PLANNERS`.
-        recompute: whether ops may run again.
-    """
-
-    period: Noted
-    budgets: tuple[int, ...]
-    planner: str
-    recompute: bool
+    period: Noted  # as the pager noted it
+    budgets: tuple[int, ...]  # in bytes, the best first; the plan is for the first of them that a schedule fits
+    planner: str  # a name in `PLANNERS`
+    recompute: bool  # whether ops may run again
 
 
 @dataclass(frozen=True)
 class Made:
-    """A plan.
+    """A plan."""
 
-    Attributes:
-        ops: of the trace, constants and the time between ops included.
-        rows: for the pager (`Pager.add_plan`).
-        overhead: predicted time over the unmanaged one's.
-        lower_bound: no schedule takes less, in the same unit; None: the planner has none.
-        rematerialized: how many ops run again.
-        offloaded: how many storages are written to the tier.
-        moved_bytes: bytes that it writes and reads; 0: not counted.
-    """
-
-    ops: int
-    rows: PackedRows
-    overhead: float
-    lower_bound: float | None
-    rematerialized: int
-    offloaded: int
-    moved_bytes: int
+    ops: int  # of the trace, constants and the time between ops included
+    rows: PackedRows  # for the pager (`Pager.add_plan`)
+    overhead: float  # predicted time over the unmanaged one's
+    lower_bound: float | None  # no schedule takes less, in the same unit; None: the planner has none
+    rematerialized: int  # how many ops run again
+    offloaded: int  # how many storages are written to the tier
+    moved_bytes: int  # bytes that it writes and reads; 0: not counted
 
 
 def make(job: PlanJob) -> Made | None:
-    """The plan; None: no schedule fits.
-
-    Raises:
-        TraceError: the period is no trace.
-    """
+    """The plan; None: no schedule fits. Raises `TraceError`: the period is no trace."""
     of = job.period.measured()
     trace = smoothed(of.trace)
     link = trace.links[0] if trace.links else None
@@ -85,36 +64,21 @@ def make(job: PlanJob) -> Made | None:
 
 @dataclass(frozen=True)
 class KneeJob:
-    """A pass under which budgets of all sizes are tried.
+    """A pass under which budgets of all sizes are tried."""
 
-    Attributes:
-        period: the pass.
-        need_bytes: of the run. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay
-            otherwise.
-        floor_bytes: no budget below it works.
-        margin: share of a budget that a plan leaves free.
-        planner: a name in `PLANNERS`; empty: the policy in the simulator predicts.
-        policy: its name.
-        recompute: ops may run again.
-        offload: there is a tier.
-    """
-
-    period: Noted
+    period: Noted  # the pass
+    # of the run. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay otherwise.
     need_bytes: int
-    floor_bytes: int
-    margin: float
-    planner: str
-    policy: str
-    recompute: bool
-    offload: bool
+    floor_bytes: int  # no budget below it works
+    margin: float  # share of a budget that a plan leaves free
+    planner: str  # a name in `PLANNERS`; empty: the policy in the simulator predicts
+    policy: str  # its name
+    recompute: bool  # ops may run again
+    offload: bool  # there is a tier
 
 
 def find_knee(job: KneeJob) -> Knee:
-    """Where a smaller budget begins to cost time.
-
-    Raises:
-        TraceError: the pass is no trace.
-    """
+    """Where a smaller budget begins to cost time. Raises `TraceError`: the pass is no trace."""
     trace = smoothed(job.period.measured().trace)
     link = trace.links[0] if trace.links else None
     stays = 0 if job.offload else max(0, job.need_bytes - trace.unmanaged_peak[0])

@@ -56,9 +56,7 @@ PLANNING_SHARE = 0.25  # share of one processor, over the run's time, that later
 def budgets(limit_bytes: int, tries: int = 0) -> list[int]:
     """The budgets to plan for, in bytes, the best first.
 
-    Args:
-        limit_bytes: the run's.
-        tries: how many plans ran short so far for no reason that was seen; each time a plan leaves twice as much free.
+    `tries`: how many plans ran short so far for no reason that was seen; each time a plan leaves twice as much free.
     """
     found = [int(limit_bytes * (1.0 - MARGIN * 2**tries))]
     if not tries:
@@ -91,20 +89,10 @@ class _Known:
 class Plans:
     """The plans of one budget.
 
-    Args:
-        pager: the native half.
-        limit_bytes: the budget.
-        policy: the planner (`planner`), and if ops may run again.
-        planned: plans are made at all; else no period is measured for them.
-        offload: there is a tier.
-        below_bytes: its room; 0: the file system's.
-        device: the type of the managed device.
-        happened: called for each plan (`Telemetry.happened`).
-        modules: names the modules of ops.
-
-    Attributes:
-        limit_bytes: the budget that the next plans are for.
-        left: why passes leave plans.
+    `policy`: the planner (`planner`), and if ops may run again. `planned`: plans are made at all; else no period is
+    measured for them. `offload`: there is a tier. `below_bytes`: its room; 0: the file system's. `happened`: called for
+    each plan (`Telemetry.happened`). `limit_bytes`: the budget that the next plans are for. `left`: why passes leave
+    plans.
     """
 
     def __init__(
@@ -368,16 +356,9 @@ class Plans:
         """The budget below which runs get slow, predicted by the planner, or without one by the policy in the
         simulator.
 
-        Args:
-            executor: finds it.
-            of: a pass.
-            need_bytes: of the run. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay
-                otherwise.
-            floor_bytes: no budget below it works.
-
-        Raises:
-            Failed: it cannot be found.
-            Stopped: the executor has been ended.
+        Raises `Failed`: it cannot be found; `Stopped`: the executor has been ended. `need_bytes`: of the run. Tensors
+        that no op of the pass touches can be offloaded if there is a tier, and stay otherwise. `floor_bytes`: no budget
+        below it works.
         """
         recompute = self._policy.recomputes
         job = KneeJob(of, need_bytes, floor_bytes, MARGIN, self._planner, self._policy.name, recompute, self._offload)

@@ -54,13 +54,7 @@ class Rounds:
         return self._since >= self.backwards
 
     def ended(self, ops_hash: int, ops: int, done: bool = False) -> None:
-        """The period that did.
-
-        Args:
-            ops_hash: of all that it did.
-            ops: how many.
-            done: as a plan has it, to the end.
-        """
+        """The period that did. `ops_hash`: of all that it did. `done`: as a plan has it, to the end."""
         self._since = 0
         if self.backwards > 1:
             self._judge(ops_hash)

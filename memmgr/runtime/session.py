@@ -141,9 +141,8 @@ class PagerRuntime:
     def start(self) -> None:
         """Opens the budget: existing tensors become pageable, and tensors beyond the limit are evicted.
 
-        Raises:
-            BudgetError: tensors that cannot be evicted exceed the limit.
-            OSError: the log cannot be written, or the tier cannot be opened.
+        Raises `BudgetError`: tensors that cannot be evicted exceed the limit; `OSError`: the log cannot be written, or
+        the tier cannot be opened.
         """
         # A new step has an undo in `close`. After a failure `close` runs every undo, also of steps that were not reached, so an
         # undo does nothing without its step. Undos run from the last line of `close` to the first.
@@ -194,9 +193,7 @@ class PagerRuntime:
             verify=config.verify,
             prefetch=config.prefetch,
             order=self._order,
-            search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
-            remap=config.placement.remap,
-            apart=config.placement.apart,
+            window=config.placement == "window",
             device=str(config.device),
             driver=os.environ.get(DRIVER_VARIABLE),
             host_bytes=config.host_bytes or 0 if config.device.type == "cpu" else self._below or 0,
@@ -242,8 +239,7 @@ class PagerRuntime:
         """Adopts existing tensors, and counts small ones and memory that is not torch's. Tensors of another thread's
         backward are adopted as ops touch them.
 
-        Returns:
-            The functions that the readers look for.
+        Returns the functions that the readers look for.
         """
         _thaw()
         found = self.native.objects_of((torch.Tensor, *OWNERS), self._readers.libraries())

@@ -38,15 +38,8 @@ PATIENCE_SECONDS = 60.0
 class Sizing:
     """Measures one run, then sets its limit.
 
-    Args:
-        need: the share that the limit becomes.
-        asked: its `limit_bytes` is set.
-        native: the pager.
-        plans: predict the cost of a budget, and get the new limit.
-        happened: called with the limit (`Telemetry.happened`).
-
-    Attributes:
-        done: the limit is set.
+    `need`: the share that the limit becomes. `asked`: its `limit_bytes` is set. `native`: the pager. `plans`: predict
+    the cost of a budget, and get the new limit. `happened`: called with the limit (`Telemetry.happened`).
     """
 
     def __init__(self, need: Need, asked: Config, native: Pager, plans: Plans, happened: Callable[..., None]) -> None:
@@ -81,9 +74,7 @@ class Sizing:
         """Handles a recorded pass. Without an equal one before it, the tensors that live on from pass to pass are not
         known.
 
-        Args:
-            info: of the pass.
-            note: returns the pass; its argument: the pass before was the same.
+        `info`: of the pass. `note`: returns the pass; its argument: the pass before was the same.
         """
         repeats = info["before"] == info["hash"]
         if not self._known or not (repeats or self._passes >= MOST_PASSES):
@@ -105,8 +96,7 @@ class Sizing:
     def ended(self, ended: Pass) -> bool:
         """A pass is over. In the thread that has run its backward, with nothing under way.
 
-        Returns:
-            The limit has been set now.
+        Returns whether the limit has been set now.
         """
         if not ended.completed:
             return False

@@ -59,23 +59,16 @@ class PackedRows(TypedDict):
 
 @dataclass(frozen=True)
 class Measured:
-    """A period.
+    """A period."""
 
-    Attributes:
-        trace: the ops that ran.
-        position: of each op of the trace, the pager's; of an op that the pager does not have, that of the next one.
-        ordinal: of each storage, its cell's; -1: it has none.
-        before: of each storage that the cycle begins with, its cell's in the period before, as the pager takes it.
-        hashes: by which the pager knows the period again.
-        scratch: of each of the pager's ops, in bytes.
-    """
-
-    trace: Trace
+    trace: Trace  # the ops that ran
+    # of each op of the trace, the pager's; of an op that the pager does not have, that of the next one
     position: list[int]
-    ordinal: list[int]
+    ordinal: list[int]  # of each storage, its cell's; -1: it has none
+    # of each storage that the cycle begins with, its cell's in the period before, as the pager takes it
     before: dict[int, int]
-    hashes: bytes
-    scratch: list[int]
+    hashes: bytes  # by which the pager knows the period again
+    scratch: list[int]  # of each of the pager's ops, in bytes
 
     @property
     def two_valued(self) -> int:
@@ -85,19 +78,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Noted:
-    """A period as the pager noted it, which costs next to nothing to hand on; `measured` makes a trace of it.
+    """A period as the pager noted it, which costs next to nothing to hand on; `measured` makes a trace of it."""
 
-    Attributes:
-        columns: from the pager.
-        links: the tiers below, as they were measured.
-        device: the type of the managed one.
-        repeats: whether the period before it was the same, so that the trace is a cycle.
-    """
-
-    columns: TimelineColumns
-    links: tuple[TierLink, ...]
-    device: str = "cpu"
-    repeats: bool = False
+    columns: TimelineColumns  # from the pager
+    links: tuple[TierLink, ...]  # the tiers below, as they were measured
+    device: str = "cpu"  # the type of the managed one
+    repeats: bool = False  # whether the period before it was the same, so that the trace is a cycle
 
     @property
     def ops(self) -> int:
@@ -136,11 +122,7 @@ class Noted:
     def measured(self, modules: Sequence[str] = ()) -> Measured:
         """A trace, and the data that the pager needs to follow a plan for it.
 
-        Args:
-            modules: paths of modules by their number.
-
-        Raises:
-            TraceError: the columns do not make a trace.
+        Raises `TraceError`: the columns do not make a trace. `modules`: paths of modules by their number.
         """
         return measured(self.columns, self.links, self.device, repeats=self.repeats, modules=modules)
 
@@ -307,15 +289,9 @@ def measured(
 ) -> Measured:
     """The period that ended last.
 
-    Args:
-        columns: from the pager.
-        links: the tiers below, as they were measured.
-        device: the type of the managed one.
-        repeats: whether the period before it was the same, so that the trace is a cycle.
-        modules: paths of modules by their number; the first stands for no module.
-
-    Raises:
-        TraceError: the columns do not make a trace.
+    Raises `TraceError`: the columns do not make a trace. `links`: the tiers below, as they were measured. `device`: the
+    type of the managed one. `repeats`: whether the period before it was the same, so that the trace is a cycle.
+    `modules`: paths of modules by their number; the first stands for no module.
     """
     builder = _Builder(columns, repeats, modules)
     trace = builder.build(links, device).check()
@@ -325,22 +301,15 @@ def measured(
 
 @dataclass(frozen=True)
 class PlanRows:
-    """A plan for the pager: (position, ordinal, kind) each, sorted; `kept`: (made, read, ordinal).
+    """A plan for the pager: (position, ordinal, kind) each, sorted; `kept`: (made, read, ordinal)."""
 
-    Attributes:
-        departures: may be evicted after the op.
-        writes: begin to be written after the op.
-        reads: begin to be read before the op.
-        groups: storages that are made again before the op, in order, and evictions between them; with `Row.USED` before an
-            eviction, it waits until so many of the later ones have read the storage.
-        kept: storages that the program has released, made before one op and read last before another.
-    """
-
-    departures: Rows
-    writes: Rows
-    reads: Rows
+    departures: Rows  # may be evicted after the op
+    writes: Rows  # begin to be written after the op
+    reads: Rows  # begin to be read before the op
+    # storages that are made again before the op, in order, and evictions between them; with `Row.USED` before an
+    # eviction, it waits until so many of the later ones have read the storage
     groups: Rows
-    kept: Rows
+    kept: Rows  # storages that the program has released, made before one op and read last before another
 
     def packed(self) -> PackedRows:
         """As the pager takes them."""
@@ -360,12 +329,8 @@ def _packed(rows: Rows) -> bytes:
 def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> PlanRows:
     """A schedule's decisions by position and ordinal.
 
-    A storage that the program has released by then needs no row: it is made again with its readers.
-
-    Args:
-        of: the period.
-        steps: the schedule.
-        below: constants that are not resident when it begins.
+    A storage that the program has released by then needs no row: it is made again with its readers. `below`: constants
+    that are not resident when it begins.
     """
     trace, n = of.trace, len(of.trace.ops)
     first: dict[int, int] = {}  # of storages that the cycle begins with, the first op that touches each

@@ -360,11 +360,7 @@ class Ledger:
                 self._disturb(reader)
 
     def check_invariants(self) -> None:
-        """Recounts everything. For tests.
-
-        Raises:
-            AssertionError: the counts have drifted.
-        """
+        """Recounts everything. For tests. Raises `AssertionError`: the counts have drifted."""
         again: set[int] = set()
         todo = [
             self.maker[s] for s in range(len(self.size)) if not self.resident[s] and self.wanted[s] and self._made(s)

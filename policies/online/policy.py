@@ -57,25 +57,15 @@ class OverBudget(Exception):
 
 @dataclass
 class Online:
-    """The policy as a machine: it is given the events of the program, and appends its actions to `steps`.
+    """The policy as a machine: it is given the events of the program, and appends its actions to `steps`."""
 
-    Attributes:
-        budget_bytes: most bytes resident.
-        steps: the schedule so far; never revised.
-        peak_bytes: most bytes resident so far.
-        seconds: time of all ops that ran.
-        at_end: how many steps there were when the program ended; later steps restore the storages that it holds.
-        why: the storages that did not fit, as a sentence; empty as long as all did.
-        most_again: gives up when so many times the program's time has been recomputed.
-    """
-
-    budget_bytes: int
-    steps: list[Step] = field(default_factory=list)
-    peak_bytes: int = 0
-    seconds: float = 0.0
-    at_end: int = 0
-    why: str = ""
-    most_again: float = _MOST_AGAIN
+    budget_bytes: int  # most bytes resident
+    steps: list[Step] = field(default_factory=list)  # the schedule so far; never revised
+    peak_bytes: int = 0  # most bytes resident so far
+    seconds: float = 0.0  # time of all ops that ran
+    at_end: int = 0  # how many steps there were when the program ended; later steps restore the storages that it holds
+    why: str = ""  # the storages that did not fit, as a sentence; empty as long as all did
+    most_again: float = _MOST_AGAIN  # gives up when so many times the program's time has been recomputed
     ledger: Ledger = field(default_factory=Ledger)
     _program_seconds: float = 0.0
     _backward: bool = False
@@ -103,8 +93,7 @@ class Online:
     def run(self, op: Op, sizes: Sequence[int]) -> None:
         """The program runs `op`, whose outputs have `sizes`; storages are numbered in the order of making.
 
-        Raises:
-            OverBudget: its inputs, its outputs and the storages that cannot be evicted exceed the budget.
+        Raises `OverBudget`: its inputs, its outputs and the storages that cannot be evicted exceed the budget.
         """
         ledger = self.ledger
         once = op.kind in (OpKind.CONSTANT, OpKind.ONCE)
@@ -128,8 +117,7 @@ class Online:
     def finish(self, held: Sequence[int]) -> None:
         """The program ends: `held` must be resident.
 
-        Raises:
-            OverBudget: they do not fit together, or not with the storages that are needed to make them.
+        Raises `OverBudget`: they do not fit together, or not with the storages that are needed to make them.
         """
         self.at_end = len(self.steps)
         self._gather(held)
@@ -367,8 +355,7 @@ class _Frugal:
 def feed(online: Online, trace: Trace) -> None:
     """Gives the policy the ops of a trace and the releases between them, one by one. Storages held at the end stay.
 
-    Raises:
-        OverBudget: an op finds no room.
+    Raises `OverBudget`: an op finds no room.
     """
     for k, op in enumerate(trace.ops):
         if k == trace.backward_at:

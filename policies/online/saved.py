@@ -20,14 +20,10 @@ _SCALAR_BYTES = 8  # a Python number as an argument; it wants no gradient, so it
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The tensors that the derivative of an op reads.
+    """The tensors that the derivative of an op reads."""
 
-    Attributes:
-        inputs: its inputs.
-        output: its first output. Further outputs (masks, indices, statistics) exist for backward and are always saved.
-    """
-
-    inputs: bool
+    inputs: bool  # its inputs
+    # its first output. Further outputs (masks, indices, statistics) exist for backward and are always saved.
     output: bool
 
 
@@ -63,9 +59,8 @@ _TABLE: dict[str, Saved] = {
 def saved_by(name: str, input_bytes: Sequence[int]) -> Saved:
     """The tensors that autograd probably saves for an op of forward.
 
-    Args:
-        name: the aten op's, with or without the underscore of its in-place form.
-        input_bytes: sizes of the storages that it reads.
+    `name`: the aten op's, with or without the underscore of its in-place form. `input_bytes`: sizes of the storages
+    that it reads.
     """
     found = _TABLE.get(name) or _TABLE.get(name.removesuffix("_")) or _ALL
     if found.inputs and name.removesuffix("_") in ("mul", "div") and min(input_bytes, default=0) <= _SCALAR_BYTES:

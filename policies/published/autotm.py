@@ -48,11 +48,7 @@ def autotm(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run
 
 
 def chosen(trace: Trace, accesses: Accesses, budget_bytes: int, tier: TierLink) -> list[Swap] | None:
-    """The swaps; None: none are enough.
-
-    Raises:
-        ImportError: no scipy.
-    """
+    """The swaps; None: none are enough. Raises `ImportError`: no scipy."""
     used, start = accesses.used_bytes, accesses.start
     gaps = [
         Swap(s, a, b)

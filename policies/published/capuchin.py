@@ -40,13 +40,7 @@ PASSES = 20
 
 
 def capuchin(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
-    """Guided execution after feedback: the best of the passes.
-
-    Args:
-        trace: the measured pass.
-        budget_bytes: most bytes resident.
-        tier: where swaps go; None: recompute only.
-    """
+    """Guided execution after feedback: the best of the passes. `tier`: where swaps go; None: recompute only."""
     swap = tier is not None
     net = Policy(
         "capuchin", FILTERS["lru" if swap else "msps"], DIRECTORS["offload" if swap else "evict"], off

@@ -19,10 +19,8 @@ from .runs import can_run_again
 class Chain:
     """Forward between cuts.
 
-    Attributes:
-        trace: the pass.
-        turn: the op with which backward begins; where that is unknown, the one after the peak.
-        cuts: ops before which forward is cut, ascending, its beginning and its end among them.
+    `turn`: the op with which backward begins; where that is unknown, the one after the peak. `cuts`: ops before which
+    forward is cut, ascending, its beginning and its end among them.
     """
 
     def __init__(self, trace: Trace, cuts: Sequence[int] | None = None) -> None:

@@ -57,11 +57,8 @@ class Stages:
     def __init__(self, graph: Graph, budget_bytes: int, most_again: int | None, *, since: int = 0) -> None:
         """The program, before it is solved.
 
-        Args:
-            graph: the pass.
-            budget_bytes: at any moment.
-            most_again: how often each node runs again at most; None: as often as there are stages.
-            since: before this stage nothing runs again.
+        `most_again`: how often each node runs again at most; None: as often as there are stages. `since`: before this
+        stage nothing runs again.
         """
         self.graph, self.budget, self.since = graph, budget_bytes, since
         self.most_again = most_again

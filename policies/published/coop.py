@@ -41,9 +41,7 @@ def cheapest_window(pieces: Sequence[tuple[int, float]], need_bytes: int) -> tup
     """The window of neighbours with the smallest sum of h, among those that are large enough: (first, end), by two
     pointers.
 
-    Args:
-        pieces: (bytes, h) each in order of address; a hole has h 0, a piece that cannot be evicted infinity.
-        need_bytes: how large.
+    `pieces`: (bytes, h) each in order of address; a hole has h 0, a piece that cannot be evicted infinity.
     """
     best: tuple[float, int, int] | None = None
     low, size, h = 0, 0, 0.0

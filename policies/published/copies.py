@@ -20,25 +20,16 @@ from memmgr.policies.trace.schedule import Do, Step
 
 @dataclass(frozen=True)
 class Swap:
-    """A storage that is absent for a while.
+    """A storage that is absent for a while."""
 
-    Attributes:
-        storage: which.
-        out: the event after which it is written.
-        back: the event that reads it again.
-        gone: the event after which it is freed, if the copy is waited for then; None: when the copy is complete.
-        asked: the event before which its read is queued; None: as late as possible.
-        by: the event after which it is freed at the latest, however long that waits.
-        not_before: the event before which its read is queued at the earliest.
-    """
-
-    storage: int
-    out: int
-    back: int
+    storage: int  # which
+    out: int  # the event after which it is written
+    back: int  # the event that reads it again
+    # the event after which it is freed, if the copy is waited for then; None: when the copy is complete
     gone: int | None = None
-    asked: int | None = None
-    by: int | None = None
-    not_before: int = 0
+    asked: int | None = None  # the event before which its read is queued; None: as late as possible
+    by: int | None = None  # the event after which it is freed at the latest, however long that waits
+    not_before: int = 0  # the event before which its read is queued at the earliest
 
 
 def with_copies(trace: Trace, events: Sequence[Step], swaps: Sequence[Swap], tier: TierLink) -> list[Step]:

@@ -19,44 +19,26 @@ from .runs import runs_of
 
 @dataclass(frozen=True)
 class Value:
-    """Outputs of a node that other nodes read.
+    """Outputs of a node that other nodes read."""
 
-    Attributes:
-        maker: the node.
-        readers: later nodes, ascending.
-        size: bytes.
-        held: it must be resident at the end.
-        overwritten: the node that takes its block; -1: none.
-    """
-
-    maker: int
-    readers: tuple[int, ...]
-    size: int
-    held: bool
-    overwritten: int = -1
+    maker: int  # the node
+    readers: tuple[int, ...]  # later nodes, ascending
+    size: int  # bytes
+    held: bool  # it must be resident at the end
+    overwritten: int = -1  # the node that takes its block; -1: none
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in the order of the program.
+    """Nodes in the order of the program."""
 
-    Attributes:
-        trace: the pass.
-        nodes: the ops of each, ascending.
-        again: per node, if it may run again.
-        seconds: per node, time when it runs again.
-        inside: bytes that it needs in addition to its inputs and values, at its worst moment.
-        base: bytes of constants while it runs.
-        values: see there.
-    """
-
-    trace: Trace
-    nodes: list[range]
-    again: list[bool]
-    seconds: list[float]
-    inside: list[int]
-    base: list[int]
-    values: list[Value]
+    trace: Trace  # the pass
+    nodes: list[range]  # the ops of each, ascending
+    again: list[bool]  # per node, if it may run again
+    seconds: list[float]  # per node, time when it runs again
+    inside: list[int]  # bytes that it needs in addition to its inputs and values, at its worst moment
+    base: list[int]  # bytes of constants while it runs
+    values: list[Value]  # see there
 
     def events(self, runs: Sequence[Sequence[int]]) -> list[Step]:
         """The pass in which `runs[t]` run again before node t does, and these before the end: one entry more."""

@@ -53,11 +53,7 @@ class Milp:
         self.most.append(right)
 
     def solve(self, limit_seconds: float, *, relaxed: bool = False) -> tuple[bool, list[float] | None]:
-        """(whether it was solved to the end, the best that was found).
-
-        Raises:
-            ImportError: no scipy.
-        """
+        """(whether it was solved to the end, the best that was found). Raises `ImportError`: no scipy."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 

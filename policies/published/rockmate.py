@@ -57,21 +57,13 @@ def rockmate(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> R
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a chain as a pass by itself.
+    """A block of a chain as a pass by itself."""
 
-    Attributes:
-        number: in the chain.
-        ops: of the whole pass, its forward's and then its backward's.
-        trace: of these ops alone; storages from other blocks are constants without bytes.
-        storages: in the whole pass, per storage of `trace`.
-        outside: how many constants `trace` begins with.
-    """
-
-    number: int
-    ops: list[int]
-    trace: Trace
-    storages: list[int]
-    outside: int
+    number: int  # in the chain
+    ops: list[int]  # of the whole pass, its forward's and then its backward's
+    trace: Trace  # of these ops alone; storages from other blocks are constants without bytes
+    storages: list[int]  # in the whole pass, per storage of `trace`
+    outside: int  # how many constants `trace` begins with
 
     @classmethod
     def of(cls, costs: Costs, number: int) -> Block:

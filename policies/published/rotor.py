@@ -39,21 +39,13 @@ _LATER = 1000
 
 @dataclass(frozen=True)
 class Way:
-    """One way to save a block between its forward and its backward.
+    """One way to save a block between its forward and its backward."""
 
-    Attributes:
-        saved: storages that stay between the two.
-        seconds: of its forward, and of the ops that run again in its backward.
-        forward_bytes: at most, beside its input, when its forward runs.
-        backward_bytes: at most, beside its input, when its backward runs.
-        backward: the ops that its backward runs.
-    """
-
-    saved: frozenset[int]
-    seconds: float
-    forward_bytes: int
-    backward_bytes: int
-    backward: Sequence[Step]
+    saved: frozenset[int]  # storages that stay between the two
+    seconds: float  # of its forward, and of the ops that run again in its backward
+    forward_bytes: int  # at most, beside its input, when its forward runs
+    backward_bytes: int  # at most, beside its input, when its backward runs
+    backward: Sequence[Step]  # the ops that its backward runs
 
 
 def rotor(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
@@ -88,11 +80,8 @@ def best_of(name: str, costs: Costs, ways: Sequence[Sequence[Way]], budget_bytes
 class Costs:
     """Seconds and bytes of the blocks of a chain.
 
-    Attributes:
-        chain: see there.
-        ahead: per block, seconds of its forward if only the input of the next one is made, and its bytes at most.
-        behind: per op, bytes that backward has made and reads later.
-        crossing: per cut, the bytes that cross it.
+    `ahead`: per block, seconds of its forward if only the input of the next one is made, and its bytes at most.
+    `behind`: per op, bytes that backward has made and reads later. `crossing`: per cut, the bytes that cross it.
     """
 
     def __init__(self, chain: Chain) -> None:

@@ -43,9 +43,7 @@ OPERATORS_AHEAD = 3
 class Visit:
     """Events during which streamed tensors stay together.
 
-    Attributes:
-        first, last: these events.
-        wanted: blocks that stay resident all the time, in addition to those that each event touches.
+    `wanted`: blocks that stay resident all the time, in addition to those that each event touches.
     """
 
     first: int
@@ -146,14 +144,8 @@ class Streamed(Cycle):
     ) -> None:  # fmt: skip
         """Before the first pass.
 
-        Args:
-            p: the program.
-            budget_bytes: most bytes resident.
-            link: the tier.
-            visits: in the order of the program.
-            streams: blocks that come and go.
-            spills: blocks that go where room is short, and only there.
-            ahead: how many visits ahead is read.
+        `visits`: in the order of the program. `streams`: blocks that come and go. `spills`: blocks that go where room
+        is short, and only there. `ahead`: how many visits ahead is read.
         """
         super().__init__(p, budget_bytes, link)
         self.visits, self.streams = visits, streams

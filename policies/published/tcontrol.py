@@ -51,10 +51,8 @@ def tcontrol(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> R
 def betweenness(inputs: Sequence[Sequence[int]], seconds: Sequence[float], sources: int = SOURCES) -> list[float]:
     """Per tensor, how many shortest paths between two others lead through it (Brandes 2001, on a graph without circles).
 
-    Args:
-        inputs: per tensor, in the order of making, the tensors that it is made of.
-        seconds: per tensor, the time of its op: the length of the steps to it.
-        sources: paths begin at so many tensors at most, spread evenly.
+    `inputs`: per tensor, in the order of making, the tensors that it is made of. `seconds`: per tensor, the time of its
+    op: the length of the steps to it. `sources`: paths begin at so many tensors at most, spread evenly.
     """
     n = len(inputs)
     total = [0.0] * n

@@ -150,47 +150,6 @@ price = Price()
 """The default of `auto`; see `Price`."""
 
 
-@dataclass(frozen=True, slots=True)
-class DtrOptions:
-    """DTR's two approximations around any filter; cells that they leave out are evicted last.
-
-    Source: DTR, section 4.1 (prototype): "ignore small tensors" and sqrt(n) sampling.
-
-    Attributes:
-        inner: the filter that scores the rest.
-        ignore_below: cells smaller than this share of the mean size are left out; 0: none.
-        sample_seed: None (default): no sampling; else a seed of the sqrt(n) sample, which is a function of it and n
-            alone. Give another one each time (a counter): randomness is the caller's.
-
-    Known limitations: the mean is that of the candidates, not of all cells. Sampling saves nothing here, since scoring
-    is
-    vectorised: it is for comparison with DTR's published figures.
-    """
-
-    inner: Filter
-    ignore_below: float = 0.01
-    sample_seed: int | None = None
-
-    def bind(self, link: Link) -> Filter:
-        """Binds the inner filter, if it wants to be."""
-        return DtrOptions(bound(self.inner, link), self.ignore_below, self.sample_seed)
-
-    def __call__(self, c: Candidates) -> Floats:
-        scores = np.array(self.inner(c), dtype=np.float64)
-        n = len(c)
-        if n == 0:
-            return scores
-        out = c.size_bytes < self.ignore_below * c.size_bytes.mean()
-        if self.sample_seed is not None:
-            pool = np.flatnonzero(~out)
-            k = min(len(pool), int(np.ceil(np.sqrt(n))))
-            keep = np.random.default_rng(self.sample_seed).choice(pool, size=k, replace=False)
-            out = np.ones(n, dtype=np.bool_)
-            out[keep] = False
-        scores[out] = np.inf
-        return scores
-
-
 def bound(score: Filter, link: Link) -> Filter:
     """`score` knowing `link`, if it cares; else itself."""
     return score.bind(link) if isinstance(score, LinkFilter) else score

@@ -31,25 +31,15 @@ FAR = 1 << 60
 
 @dataclass(frozen=True)
 class Paged:
-    """A pass that ends as it began.
+    """A pass that ends as it began."""
 
-    Attributes:
-        steps: the schedule.
-        away: constants that are in the tier, and not resident, when it begins.
-        clean: constants that are resident then and have a copy in the tier.
-        seconds: its time, waits included.
-        peak_bytes: most bytes resident.
-        written_bytes: to the tier.
-        read_bytes: back.
-    """
-
-    steps: tuple[Step, ...]
-    away: tuple[int, ...]
-    clean: tuple[int, ...]
-    seconds: float
-    peak_bytes: int
-    written_bytes: int
-    read_bytes: int
+    steps: tuple[Step, ...]  # the schedule
+    away: tuple[int, ...]  # constants that are in the tier, and not resident, when it begins
+    clean: tuple[int, ...]  # constants that are resident then and have a copy in the tier
+    seconds: float  # its time, waits included
+    peak_bytes: int  # most bytes resident
+    written_bytes: int  # to the tier
+    read_bytes: int  # back
 
 
 class Full(Exception):
@@ -116,11 +106,7 @@ class Cycle:
     # ---- decisions
 
     def make_room(self, size: int, event: int) -> None:
-        """Evicts until `size` bytes are free, now and at any cost.
-
-        Raises:
-            Full: no block can be evicted.
-        """
+        """Evicts until `size` bytes are free, now and at any cost. Raises `Full`: no block can be evicted."""
         raise NotImplementedError
 
     def ahead(self, event: int, until: float) -> None:
@@ -139,11 +125,7 @@ class Cycle:
     # ---- one pass
 
     def play(self) -> None:
-        """One pass.
-
-        Raises:
-            Full: it does not fit.
-        """
+        """One pass. Raises `Full`: it does not fit."""
         p = self.p
         self.done = []
         if self.base:
@@ -321,12 +303,8 @@ def run_cycle(
 ) -> Run:
     """A published policy over the program as it is: no op runs again.
 
-    Args:
-        name: the policy's.
-        trace: a measured pass, with its cycle.
-        budget_bytes: most bytes resident.
-        tier: the one that evicted blocks are written to.
-        make: the policy, before the first pass.
+    `trace`: a measured pass, with its cycle. `tier`: the one that evicted blocks are written to. `make`: the policy,
+    before the first pass.
     """
     if tier is None or not trace.cycle:
         why = "what lives from pass to pass needs a tier below" if trace.cycle else NO_CYCLE

@@ -17,36 +17,22 @@ ON_DEMAND = -1
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision about one storage.
+    """The decision about one storage."""
 
-    Attributes:
-        storage: which.
-        action: EVICT or OFFLOAD.
-        evicted_access: the op after which it is evicted: its last access before the peak.
-        back_access: the op that reads it next.
-        trigger: the op before which it begins to be restored; `ON_DEMAND`: at `back_access`.
-    """
-
-    storage: int
-    action: Action
-    evicted_access: int
-    back_access: int
-    trigger: int = ON_DEMAND
+    storage: int  # which
+    action: Action  # EVICT or OFFLOAD
+    evicted_access: int  # the op after which it is evicted: its last access before the peak
+    back_access: int  # the op that reads it next
+    trigger: int = ON_DEMAND  # the op before which it begins to be restored; `ON_DEMAND`: at `back_access`
 
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """The accesses of the unmanaged pass and their times: the input of a planner.
+    """The accesses of the unmanaged pass and their times: the input of a planner."""
 
-    Attributes:
-        start: seconds at which each op starts; one more entry: the end.
-        ops: per storage, the ops that access it, its maker first.
-        used_bytes: resident after each op has made its outputs.
-    """
-
-    start: list[float]
-    ops: list[list[int]]
-    used_bytes: list[int]
+    start: list[float]  # seconds at which each op starts; one more entry: the end
+    ops: list[list[int]]  # per storage, the ops that access it, its maker first
+    used_bytes: list[int]  # resident after each op has made its outputs
 
     @classmethod
     def of(cls, trace: Trace) -> Accesses:

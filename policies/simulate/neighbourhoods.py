@@ -17,9 +17,7 @@ class Neighbourhoods:
     def __init__(self, trace: Trace, gone: Callable[[int], bool]) -> None:
         """The chains of a pass in which nothing has run.
 
-        Args:
-            trace: the pass.
-            gone: s was made, and has to be made again before it can be read (neither resident nor in a tier).
+        `gone`: s was made, and has to be made again before it can be read (neither resident nor in a tier).
         """
         self._gone = gone
         self._ops = trace.ops

@@ -35,37 +35,21 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a simulated pass.
+    """Result of a simulated pass."""
 
-    Attributes:
-        policy: its name.
-        budget_bytes: most bytes that may be resident.
-        feasible: whether it came to its end within them.
-        steps: the schedule, as far as it came.
-        peak_bytes: most bytes resident.
-        seconds: time of the pass; of the part that ran, if infeasible.
-        unmanaged_seconds: time of the pass without a budget.
-        wait_seconds: of which compute waited for copies.
-        why: if infeasible.
-        away: of a cycle, the constants that are in the tier, and not resident, when the pass begins.
-        clean: of a cycle, the constants that are resident then and have a copy in the tier.
-        moved_bytes: of a cycle, bytes that a pass writes and reads.
-        least_bytes: the smallest budget that the policy can keep; 0: unknown.
-    """
-
-    policy: str
-    budget_bytes: int
-    feasible: bool
-    steps: list[Step]
-    peak_bytes: int
-    seconds: float
-    unmanaged_seconds: float
-    wait_seconds: float = 0.0
-    why: str = ""
-    away: tuple[int, ...] = ()
-    clean: tuple[int, ...] = ()
-    moved_bytes: int = 0
-    least_bytes: int = 0
+    policy: str  # its name
+    budget_bytes: int  # most bytes that may be resident
+    feasible: bool  # whether it came to its end within them
+    steps: list[Step]  # the schedule, as far as it came
+    peak_bytes: int  # most bytes resident
+    seconds: float  # time of the pass; of the part that ran, if infeasible
+    unmanaged_seconds: float  # time of the pass without a budget
+    wait_seconds: float = 0.0  # of which compute waited for copies
+    why: str = ""  # if infeasible
+    away: tuple[int, ...] = ()  # of a cycle, the constants that are in the tier, and not resident, when the pass begins
+    clean: tuple[int, ...] = ()  # of a cycle, the constants that are resident then and have a copy in the tier
+    moved_bytes: int = 0  # of a cycle, bytes that a pass writes and reads
+    least_bytes: int = 0  # the smallest budget that the policy can keep; 0: unknown
 
     @property
     def overhead(self) -> float:
@@ -76,11 +60,8 @@ class Run:
 def simulate(trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | None = None) -> Run:
     """One pass under a policy.
 
-    Args:
-        trace: the pass; its forward time is known to a live run from the pass before.
-        budget_bytes: most bytes resident.
-        policy: as `parse_policy` returns it.
-        tier: the tier below; None: recompute only.
+    `trace`: the pass; its forward time is known to a live run from the pass before. `tier`: the tier below; None:
+    recompute only.
 
     Known limitations: every op signature is trusted, and there is one tier. A cell is a whole storage. All candidates
     are ranked when room is short, which malloc does not do.
@@ -109,12 +90,8 @@ class Simulation:
     ) -> None:
         """The state before the first op.
 
-        Args:
-            trace: the pass.
-            budget_bytes: most bytes resident.
-            policy: chooses the victims and the method.
-            tier: the tier below; None: recompute only.
-            most: a run that takes so many times the unmanaged one does not fit.
+        `tier`: the tier below; None: recompute only. `most`: a run that takes so many times the unmanaged one does not
+        fit.
         """
         self.trace, self.policy, self.tier, self.most = trace, policy, tier, most
         rates = (tier.write_bytes_per_second, tier.read_bytes_per_second, tier.latency_seconds) if tier else (0, 0, 0)
@@ -161,11 +138,7 @@ class Simulation:
     # ---- the pass
 
     def all(self) -> None:
-        """Runs it all.
-
-        Raises:
-            DoesNotFit: see there.
-        """
+        """Runs it all. Raises `DoesNotFit`: see there."""
         trace = self.trace
         for k, op in enumerate(trace.ops):
             for s in trace.released_before[k]:
@@ -293,8 +266,7 @@ class Simulation:
     def room(self, need_bytes: int) -> None:
         """Evicts the storages that the policy ranks first until `need_bytes` fit.
 
-        Raises:
-            DoesNotFit: evicting every candidate is not enough.
+        Raises `DoesNotFit`: evicting every candidate is not enough.
         """
         short = self.clock.used + need_bytes - self.budget
         if short <= 0:

@@ -16,50 +16,34 @@ from .trace import OpKind, Trace
 
 @dataclass
 class Block:
-    """The life of a block of bytes, over the end of the pass if it is a cycle's.
+    """The life of a block of bytes, over the end of the pass if it is a cycle's."""
 
-    Attributes:
-        size: bytes.
-        stays: it is never paged.
-        again: its op may run again, so it needs no copy after its last touch.
-        touches: events that touch it, ascending.
-        writes: those that change it.
-        versions: (event, storage) each: the storage that it is from that event on.
-        held: it lives from one pass to the next.
-    """
-
-    size: int
-    stays: bool
-    again: bool
-    touches: list[int] = field(default_factory=list)
-    writes: set[int] = field(default_factory=set)
+    size: int  # bytes
+    stays: bool  # it is never paged
+    again: bool  # its op may run again, so it needs no copy after its last touch
+    touches: list[int] = field(default_factory=list)  # events that touch it, ascending
+    writes: set[int] = field(default_factory=set)  # those that change it
+    # (event, storage) each: the storage that it is from that event on
     versions: list[tuple[int, int]] = field(default_factory=list)
-    held: bool = False
+    held: bool = False  # it lives from one pass to the next
 
 
 @dataclass
 class Program:
-    """A schedule as events over blocks.
+    """A schedule as events over blocks."""
 
-    Attributes:
-        constants: steps that make them, before the first event.
-        begins: the block of each constant that comes from the pass before.
-        unknown: blocks that are there at the end, and of which nothing is known.
-        handed: of a block that begins a pass, the one that takes its place: it is made before that one dies.
-        turn: the event with which backward begins; None: unknown.
-    """
-
-    constants: list[Step] = field(default_factory=list)
+    constants: list[Step] = field(default_factory=list)  # steps that make them, before the first event
     steps: list[Step] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     touched: list[list[int]] = field(default_factory=list)
     born: list[list[int]] = field(default_factory=list)
     died: list[list[int]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    begins: dict[int, int] = field(default_factory=dict)
-    unknown: set[int] = field(default_factory=set)
+    begins: dict[int, int] = field(default_factory=dict)  # the block of each constant that comes from the pass before
+    unknown: set[int] = field(default_factory=set)  # blocks that are there at the end, and of which nothing is known
+    # of a block that begins a pass, the one that takes its place: it is made before that one dies
     handed: dict[int, int] = field(default_factory=dict)
-    turn: int | None = None
+    turn: int | None = None  # the event with which backward begins; None: unknown
 
 
 def plain(trace: Trace) -> Iterator[Step]:
@@ -137,9 +121,8 @@ def _add_op(p: Program, trace: Trace, step: Step, now: dict[int, int], computed:
 def _join_passes(p: Program, ends: dict[int, int], now: dict[int, int]) -> None:
     """Storages held at the end are those that the next pass begins with: a block for both, where one can be.
 
-    Args:
-        ends: by storage at the end, the storage of the beginning whose place it takes.
-        now: the block of each storage at the end.
+    `ends`: by storage at the end, the storage of the beginning whose place it takes. `now`: the block of each storage
+    at the end.
     """
     there = set(now.values())
     death = {block: event for event, died in enumerate(p.died) for block in died}

@@ -9,38 +9,25 @@ from .trace import OpKind, Trace
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A trace in columns. Storages and ops keep their numbers.
+    """A trace in columns. Storages and ops keep their numbers."""
 
-    Attributes:
-        n_ops: number of ops; the *end* is stage n_ops, whose op (the same number) reads the storages held at the end.
-        size: bytes per storage.
-        cost: seconds per op.
-        inputs: per op, storages that must be resident when it runs.
-        outputs: per op.
-        maker: per storage.
-        pinned: per storage, the stage up to which dropping it frees nothing (constants: until their release); -1: none.
-        again: per storage, if its op may run a second time.
-        kept: per storage whose op may not, the last op while which the program holds it: until then its bytes are
-            resident or in the tier, read or not; -1: none.
-        written: per storage, the op that overwrites its block and ends its bytes; -1: none.
-        let_go: per storage, the op after which the program releases it and its bytes are freed; -1: they may stay.
-        handed: per op, bytes of the inputs whose block an output takes over, not to be counted twice.
-        held: held at the end, constants left out.
-    """
-
-    n_ops: int
-    size: list[int]
-    cost: list[float]
-    inputs: list[tuple[int, ...]]
-    outputs: list[tuple[int, ...]]
-    maker: list[int]
+    n_ops: int  # number of ops; the *end* is stage n_ops, whose op (the same number) reads the storages held at the end
+    size: list[int]  # bytes per storage
+    cost: list[float]  # seconds per op
+    inputs: list[tuple[int, ...]]  # per op, storages that must be resident when it runs
+    outputs: list[tuple[int, ...]]  # per op
+    maker: list[int]  # per storage
+    # per storage, the stage up to which dropping it frees nothing (constants: until their release); -1: none
     pinned: list[int]
-    again: list[bool]
+    again: list[bool]  # per storage, if its op may run a second time
+    # per storage whose op may not, the last op while which the program holds it: until then its bytes are resident or
+    # in the tier, read or not; -1: none
     kept: list[int]
-    written: list[int]
+    written: list[int]  # per storage, the op that overwrites its block and ends its bytes; -1: none
+    # per storage, the op after which the program releases it and its bytes are freed; -1: they may stay
     let_go: list[int]
-    handed: list[int]
-    held: list[int]
+    handed: list[int]  # per op, bytes of the inputs whose block an output takes over, not to be counted twice
+    held: list[int]  # held at the end, constants left out
 
     @classmethod
     def of(cls, trace: Trace, *, lets_go: bool = False) -> Problem:

@@ -11,31 +11,18 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions for one pass.
+    """Decisions for one pass."""
 
-    Attributes:
-        budget_bytes: the budget that it was made for.
-        feasible: there are steps.
-        steps: the schedule; empty if infeasible.
-        peak_bytes: most bytes resident at any step; 0 if infeasible.
-        seconds: predicted time, waits included; inf if infeasible.
-        unmanaged_seconds: time of one run of each op.
-        bound_seconds: no schedule under the budget takes less; inf: none exists.
-        away: of a cycle, the constants that are in the tier, and not resident, when the pass begins.
-        clean: of a cycle, the constants that are resident then and have a copy in the tier.
-        moved_bytes: of a cycle, bytes that a pass writes and reads.
-    """
-
-    budget_bytes: int
-    feasible: bool
-    steps: tuple[Step, ...]
-    peak_bytes: int
-    seconds: float
-    unmanaged_seconds: float
-    bound_seconds: float
-    away: tuple[int, ...] = ()
-    clean: tuple[int, ...] = ()
-    moved_bytes: int = 0
+    budget_bytes: int  # the budget that it was made for
+    feasible: bool  # there are steps
+    steps: tuple[Step, ...]  # the schedule; empty if infeasible
+    peak_bytes: int  # most bytes resident at any step; 0 if infeasible
+    seconds: float  # predicted time, waits included; inf if infeasible
+    unmanaged_seconds: float  # time of one run of each op
+    bound_seconds: float  # no schedule under the budget takes less; inf: none exists
+    away: tuple[int, ...] = ()  # of a cycle, the constants that are in the tier, and not resident, when the pass begins
+    clean: tuple[int, ...] = ()  # of a cycle, the constants that are resident then and have a copy in the tier
+    moved_bytes: int = 0  # of a cycle, bytes that a pass writes and reads
 
     @property
     def overhead(self) -> float:
@@ -55,25 +42,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A storage that is made again before one op and read before a later one to make others.
+    """A storage that is made again before one op and read before a later one to make others."""
 
-    Attributes:
-        storage: number in the trace.
-        made: the op before which its maker runs again.
-        read: a later op, before which another op runs again that reads it.
-    """
-
-    storage: int
-    made: int
-    read: int
+    storage: int  # number in the trace
+    made: int  # the op before which its maker runs again
+    read: int  # a later op, before which another op runs again that reads it
 
 
 def carried(trace: Trace, steps: Sequence[Step]) -> list[Carried]:
     """The storages that a schedule keeps from one burst of recomputation to another.
 
-    Args:
-        trace: the pass.
-        steps: a schedule for it that `schedule.replay` accepts.
+    `steps`: a schedule for it that `schedule.replay` accepts.
     """
     made: dict[int, int] = {}  # recomputed storages that are resident: before which op each was made
     found: dict[Carried, None] = {}

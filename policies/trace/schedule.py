@@ -29,23 +29,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a schedule.
+    """The cost of a schedule."""
 
-    Attributes:
-        valid: no rule is broken.
-        why: the rule that is broken; empty if valid.
-        peak_bytes: most bytes resident at any step.
-        seconds: time of all ops that ran, and waits.
-        wait_seconds: of which compute waited for a copy.
-        recomputes: ops that ran again.
-    """
-
-    valid: bool
-    why: str = ""
-    peak_bytes: int = 0
-    seconds: float = 0.0
-    wait_seconds: float = 0.0
-    recomputes: int = 0
+    valid: bool  # no rule is broken
+    why: str = ""  # the rule that is broken; empty if valid
+    peak_bytes: int = 0  # most bytes resident at any step
+    seconds: float = 0.0  # time of all ops that ran, and waits
+    wait_seconds: float = 0.0  # of which compute waited for a copy
+    recomputes: int = 0  # ops that ran again
 
 
 class Broken(ValueError):
@@ -58,17 +49,11 @@ def replay(
 ) -> Cost:  # fmt: skip
     """Runs a schedule by the rules of trace.py and returns its cost.
 
-    Args:
-        trace: the pass.
-        steps: the schedule; any object with a `do` whose value is a word of `Do`, and a `target`.
-        budget_bytes: most bytes that may be resident.
-        write_rate: bytes per second to the tier; 0: nothing can be written.
-        read_rate: bytes per second from the tier.
-        latency_seconds: of each copy.
-        shared: the two directions take turns.
-        away: of a cycle, the constants that are in the tier, and not resident, when the pass begins; at its end their
-            successors are in the tier again.
-        clean: of a cycle, the constants that are resident then and have a copy in the tier.
+    `steps`: the schedule; any object with a `do` whose value is a word of `Do`, and a `target`. `write_rate`: bytes per
+    second to the tier; 0: nothing can be written. `read_rate`: bytes per second from the tier. `latency_seconds`: of
+    each copy. `shared`: the two directions take turns. `away`: of a cycle, the constants that are in the tier, and not
+    resident, when the pass begins; at its end their successors are in the tier again. `clean`: of a cycle, the
+    constants that are resident then and have a copy in the tier.
 
     A cycle's cost is that of the second of two passes, which begins with the unfinished copies of the first.
 
@@ -224,8 +209,7 @@ class Replay:
 def judge_records(trace: Trace, steps: Iterable[Step]) -> Iterator[dict[str, object]]:
     """The schedule as the judge reads it, one JSON object a line.
 
-    Raises:
-        ValueError: a step that the judge does not know (offload, reload).
+    Raises `ValueError`: a step that the judge does not know (offload, reload).
     """
     for step in steps:
         do = Do(step.do.value)

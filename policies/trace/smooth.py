@@ -21,12 +21,10 @@ _Look = tuple[str, OpKind, bool, tuple[int, ...], tuple[int, ...]]
 def smoothed(trace: Trace) -> Trace:
     """The same trace with times that one disturbed op does not change.
 
-    Two ops look alike if name, kind, the sizes of all storages that they read and make, and the side of the turn to backward
-    are the same. Views of one storage that differ in length but have equal outputs are taken for the same, although
-    their work differs. An op without storages (the time between ops) keeps its time.
-
-    Args:
-        trace: a measured pass; it is not changed.
+    Two ops look alike if name, kind, the sizes of all storages that they read and make, and the side of the turn to
+    backward are the same. Views of one storage that differ in length but have equal outputs are taken for the same,
+    although their work differs. An op without storages (the time between ops) keeps its time. `trace`: a measured pass;
+    it is not changed.
     """
     sizes = [s.size_bytes for s in trace.storages]
     turn = len(trace.ops) if trace.backward_at is None else trace.backward_at

@@ -60,93 +60,59 @@ class OpKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of the program.
+    """One op of the program."""
 
-    Attributes:
-        name: the op's, for people.
-        seconds: device time.
-        inputs: storages that must be resident, each once, in the order of the arguments.
-        outputs: storages that it makes, views left out.
-        kind: see `OpKind`.
-        writes: (old, new) for each argument that it writes in place; old is among the inputs, new among the outputs.
-        module: the path of the module that ran it, for people; empty where that is not known, in backward for example.
-    """
-
-    name: str
-    seconds: float
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    kind: OpKind = OpKind.COMPUTE
+    name: str  # the op's, for people
+    seconds: float  # device time
+    inputs: tuple[int, ...]  # storages that must be resident, each once, in the order of the arguments
+    outputs: tuple[int, ...]  # storages that it makes, views left out
+    kind: OpKind = OpKind.COMPUTE  # see `OpKind`
+    # (old, new) for each argument that it writes in place; old is among the inputs, new among the outputs
     writes: tuple[tuple[int, int], ...] = ()
+    # the path of the module that ran it, for people; empty where that is not known, in backward for example
     module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One version of one block of bytes.
+    """One version of one block of bytes."""
 
-    Attributes:
-        name: "k.j" for output j of op k, "c.NAME" for a constant: the names of the judge.
-        size_bytes: >= 0.
-        maker: the op that makes it.
-        released: number of ops that had started when the program let go; `HELD` if it never did.
-        pinned_until: number of ops started when the last reference that letting go cannot undo was gone; 0: none.
-    """
-
-    name: str
-    size_bytes: int
-    maker: int
-    released: int = HELD
-    pinned_until: int = 0
+    name: str  # "k.j" for output j of op k, "c.NAME" for a constant: the names of the judge
+    size_bytes: int  # >= 0
+    maker: int  # the op that makes it
+    released: int = HELD  # number of ops that had started when the program let go; `HELD` if it never did
+    pinned_until: int = 0  # number of ops started when the last reference that letting go cannot undo was gone; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class TierLink:
-    """A measured way to a tier below.
+    """A measured way to a tier below."""
 
-    Attributes:
-        tier: "host", "disk".
-        write_bytes_per_second: device to tier.
-        read_bytes_per_second: tier to device.
-        latency_seconds: from asking to the first byte.
-        capacity_bytes: room in the tier; None: unknown, taken as enough.
-        cpu_seconds_per_byte: compute time lost per byte copied, in one direction, which the policies count; 0: unknown.
-        shared: reads and writes take turns (a disk), rather than run side by side (a bus).
-    """
-
-    tier: str
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    latency_seconds: float = 0.0
-    capacity_bytes: int | None = None
+    tier: str  # "host", "disk"
+    write_bytes_per_second: float  # device to tier
+    read_bytes_per_second: float  # tier to device
+    latency_seconds: float = 0.0  # from asking to the first byte
+    capacity_bytes: int | None = None  # room in the tier; None: unknown, taken as enough
+    # compute time lost per byte copied, in one direction, which the policies count; 0: unknown
     cpu_seconds_per_byte: float = 0.0
-    shared: bool = False
+    shared: bool = False  # reads and writes take turns (a disk), rather than run side by side (a bus)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A pass. The module's text explains the numbers.
+    """A pass. The module's text explains the numbers."""
 
-    Attributes:
-        ops: in the order of the program.
-        storages: numbered in the order of making.
-        device: where it was measured.
-        backward_at: the number of ops before backward began; None if unknown.
-        links: the tiers below, fastest first; may be empty.
-        copy_on_write: an in-place write has old and new version resident while it runs (operator logs); else the new one
-            takes the old one's block, which must then not be needed again.
-        complete: False if the record ended inside an op, which is then left out.
-        cycle: (held at the end, constant) each: the second at the start of a pass is the first at the end of the pass
-            before; empty if the passes before and after are not known.
-    """
-
-    ops: tuple[Op, ...]
-    storages: tuple[Storage, ...]
-    device: str = ""
-    backward_at: int | None = None
-    links: tuple[TierLink, ...] = ()
+    ops: tuple[Op, ...]  # in the order of the program
+    storages: tuple[Storage, ...]  # numbered in the order of making
+    device: str = ""  # where it was measured
+    backward_at: int | None = None  # the number of ops before backward began; None if unknown
+    links: tuple[TierLink, ...] = ()  # the tiers below, fastest first; may be empty
+    # an in-place write has old and new version resident while it runs (operator logs); else the new one takes the old
+    # one's block, which must then not be needed again
     copy_on_write: bool = True
-    complete: bool = True
+    complete: bool = True  # False if the record ended inside an op, which is then left out
+    # (held at the end, constant) each: the second at the start of a pass is the first at the end of the pass before;
+    # empty if the passes before and after are not known
     cycle: tuple[tuple[int, int], ...] = ()
 
     @cached_property
@@ -203,9 +169,8 @@ class Trace:
     def check(self) -> Trace:
         """Itself, if it is consistent.
 
-        Raises:
-            TraceError: a storage that no op makes, or two do, or an input that is read before it is made or after its
-                release.
+        Raises `TraceError`: a storage that no op makes, or two do, or an input that is read before it is made or after
+        its release.
         """
         made: set[int] = set()
         held = set(self.held_at_end)

@@ -62,8 +62,6 @@ class Victim(c.Structure):
 
 
 REMAP_FIRST, REMAP_LAST, REMAP_NEVER = 0, 1, 2
-LOW, HIGH = 0, 1
-BY_SCORE, BY_DTE, BY_WINDOW = 0, 1, 2
 
 
 class TierStats(c.Structure):
@@ -85,34 +83,28 @@ _SIGNATURES = {
     "mm_bits_pack": (c.c_uint64, [c.c_void_p, c.c_uint64, c.POINTER(Bits)]),
     "mm_bits_unpack": (None, [c.POINTER(Bits), c.c_void_p, c.c_uint64]),
     "mm_bits_free": (None, [c.POINTER(Bits)]),
-    "mm_abi_version": (c.c_int, []),
     "mm_arena_create": (c.c_void_p, [c.c_uint64, c.c_uint64, c.c_char_p, c.c_size_t]),
     "mm_arena_destroy": (c.c_int, [c.c_void_p]),
     "mm_arena_set_reclaim": (None, [c.c_void_p, RECLAIM_FN, c.c_void_p]),
     "mm_arena_set_budget": (None, [c.c_void_p, c.c_uint64]),
-    "mm_arena_set_outside": (None, [c.c_void_p, c.c_uint64]),
     "mm_arena_add_outside": (None, [c.c_void_p, c.c_int64]),
     "mm_arena_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t]),
     "mm_arena_try_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t, c.c_uint64]),
-    "mm_arena_alloc_at": (c.c_void_p, [c.c_void_p, c.c_size_t, c.c_int]),
-    "mm_arena_set_layout": (None, [c.c_void_p, c.c_int, c.c_int]),
+    "mm_arena_set_layout": (None, [c.c_void_p, c.c_int]),
     "mm_arena_price": (None, [c.c_void_p, c.POINTER(Price), c.c_size_t]),
     "mm_arena_disown": (c.c_int, [c.c_void_p, c.c_void_p, c.c_void_p]),
-    "mm_arena_owner": (c.c_void_p, [c.c_void_p, c.c_void_p]),
     "mm_arena_set_staleness_exponent": (None, [c.c_void_p, c.c_double]),
     "mm_arena_choose": (
         c.c_int64,
-        [c.c_void_p, c.c_int, c.c_uint64, c.c_uint64, c.c_double, c.POINTER(Victim), c.c_size_t],
+        [c.c_void_p, c.c_uint64, c.c_uint64, c.c_double, c.POINTER(Victim), c.c_size_t],
     ),
     "mm_arena_block_bytes": (c.c_size_t, [c.c_void_p, c.c_void_p]),
     "mm_arena_base": (c.c_void_p, [c.c_void_p]),
     "mm_arena_owns": (c.c_int, [c.c_void_p, c.c_void_p]),
     "mm_arena_free": (None, [c.c_void_p, c.c_void_p]),
     "mm_arena_trim": (c.c_uint64, [c.c_void_p, c.c_uint64]),
-    "mm_arena_after_fork_in_child": (None, [c.c_void_p]),
     "mm_arena_stats_get": (None, [c.c_void_p, c.POINTER(ArenaStats)]),
     "mm_arena_reset_peak": (None, [c.c_void_p]),
-    "mm_arena_take_mark": (c.c_uint64, [c.c_void_p, c.POINTER(c.c_uint64)]),
     "mm_arena_note_virtual": (None, [c.c_void_p, c.c_int64]),
     "mm_own_work": (None, [c.c_int]),
     "mm_arena_resident": (c.c_uint64, [c.c_void_p]),
@@ -173,21 +165,21 @@ class Arena:
             raise MemoryError(error.value.decode())
         self._reclaim = RECLAIM_FN()
 
-    def alloc(self, size: int, side: int = LOW) -> int | None:
-        return self._checked(self.library.mm_arena_alloc_at(self.handle, size, side))
+    def alloc(self, size: int) -> int | None:
+        return self._checked(self.library.mm_arena_alloc(self.handle, size))
 
-    def set_layout(self, remap: int, apart: bool = False) -> None:
-        self._checked(self.library.mm_arena_set_layout(self.handle, remap, apart))
+    def set_layout(self, remap: int) -> None:
+        self._checked(self.library.mm_arena_set_layout(self.handle, remap))
 
     def price(self, address: int, cost: float, last_access: float = 0.0, owner: int | None = None) -> None:
         """The owner is the address itself unless given."""
         entry = Price(address, address if owner is None else owner, cost, last_access)
         self._checked(self.library.mm_arena_price(self.handle, c.byref(entry), 1))
 
-    def choose(self, how: int, need: int, request: int, now: float = 1.0) -> list[int] | None:
+    def choose(self, need: int, request: int, now: float = 1.0) -> list[int] | None:
         """The victims' addresses, or None when no choice is enough."""
         victims = (Victim * 4096)()
-        count = self.library.mm_arena_choose(self.handle, how, need, request, now, victims, len(victims))
+        count = self.library.mm_arena_choose(self.handle, need, request, now, victims, len(victims))
         assert count <= len(victims)
         return None if count < 0 else [victim.p for victim in victims[:count]]
 
@@ -204,7 +196,7 @@ class Arena:
         self._checked(self.library.mm_arena_set_budget(self.handle, size))
 
     def set_outside(self, size: int) -> None:
-        self._checked(self.library.mm_arena_set_outside(self.handle, size))
+        self._checked(self.library.mm_arena_add_outside(self.handle, size - self.stats.outside_bytes))
 
     def on_reclaim(self, function) -> None:
         """``function(need, request, attempt) -> released``."""

@@ -42,7 +42,6 @@ _SIGNATURES = {
     "mm_arena_follow": (None, [_P, _P]),
     "mm_arena_at": (None, [_P, c.c_uint32]),
     "mm_driver_load": (_P, [c.c_char_p, c.c_char_p, c.c_size_t]),
-    "mm_driver_device_count": (c.c_int, [_P]),
     "mm_device_open": (_P, [_P, c.c_int, c.c_uint64, c.c_int, c.c_char_p, c.c_size_t]),
     "mm_device_close": (c.c_int, [_P]),
     "mm_device_arena": (_P, [_P]),
@@ -50,7 +49,7 @@ _SIGNATURES = {
     "mm_device_memory": (c.c_int, [_P, c.POINTER(c.c_uint64), c.POINTER(c.c_uint64)]),
     "mm_device_broken": (c.c_int, [_P, c.c_char_p, c.c_size_t]),
     "mm_device_allow": (c.c_int, [_P, c.c_int]),
-    "mm_device_alloc": (_P, [_P, c.c_size_t, _P, c.c_int]),
+    "mm_device_alloc": (_P, [_P, c.c_size_t, _P]),
     "mm_device_try_alloc": (_P, [_P, c.c_size_t, c.c_uint64, _P]),
     "mm_device_free": (None, [_P, _P]),
     "mm_device_mark": (None, [_P, _P]),
@@ -110,7 +109,7 @@ class Device:
         return self.core.mm_device_arena(self.handle)
 
     def alloc(self, size: int, stream: int | None = None) -> int | None:
-        return self._checked(self.core.mm_device_alloc(self.handle, size, stream, 0))
+        return self._checked(self.core.mm_device_alloc(self.handle, size, stream))
 
     def try_alloc(self, size: int, stream: int | None = None, keep_free: int = 0) -> int | None:
         return self._checked(self.core.mm_device_try_alloc(self.handle, size, keep_free, stream))

@@ -110,8 +110,7 @@ void Work(Shared *shared, int index) {
     CUstream stream = shared->streams[dice() % 8 == 0 ? kThreads : index];
     void *p = dice() % 8 == 0
                   ? mm_device_try_alloc(shared->device, bytes, bytes, stream)
-                  : mm_device_alloc(shared->device, bytes, stream,
-                                    static_cast<int>(dice() % 2));
+                  : mm_device_alloc(shared->device, bytes, stream);
     if (p == nullptr) {
       ++shared->refused;
     } else {
@@ -150,7 +149,7 @@ void Work(Shared *shared, int index) {
     if (index == 0 && dice() % 64 == 0) {
       const uint64_t pool = dice() % 2;
       Expect(mm_device_begin_pool(shared->device, pool, 0) == 0, "begin");
-      void *pooled = mm_device_alloc(shared->device, 40000, stream, 0);
+      void *pooled = mm_device_alloc(shared->device, 40000, stream);
       mm_device_free(shared->device, pooled);
       Expect(mm_device_end_pool(shared->device, pool, 0) == 0, "end");
       Expect(mm_device_release_pool(shared->device, pool, 0) == 0, "release");
@@ -166,7 +165,7 @@ void ForkOften(Shared *shared) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     const pid_t child = fork();
     if (child == 0)
-      _exit(mm_device_alloc(shared->device, 100, nullptr, 0) == nullptr ? 0
+      _exit(mm_device_alloc(shared->device, 100, nullptr) == nullptr ? 0
                                                                         : 1);
     int status = 1;
     waitpid(child, &status, 0);

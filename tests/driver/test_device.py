@@ -626,7 +626,7 @@ def test_a_window_is_waited_for_with_all_of_its_blocks(open_device: OpenDevice, 
     price = core_abi.Price
     device = open_device(budget=16 * MIB, memory=PLAIN)
     core, arena = device.core, device.arena
-    core.mm_arena_set_layout(arena, core_abi.REMAP_NEVER, 0)
+    core.mm_arena_set_layout(arena, core_abi.REMAP_NEVER)
     *homes, other, bystander = (driver.stream() for _ in range(5))
     wrong = c.c_uint64()
     beside = device.alloc(2 * MIB, bystander)
@@ -640,7 +640,7 @@ def test_a_window_is_waited_for_with_all_of_its_blocks(open_device: OpenDevice, 
 
     def reclaim(need: int, request: int, _attempt: int) -> int:
         victims = (core_abi.Victim * 16)()
-        count = core.mm_arena_choose(arena, core_abi.BY_WINDOW, need, request, 1.0, victims, len(victims))
+        count = core.mm_arena_choose(arena, need, request, 1.0, victims, len(victims))
         for victim in victims[: max(0, count)]:
             chosen.append(victim.p)
             core.mm_device_free(device.handle, victim.p)
@@ -769,7 +769,7 @@ def test_threads_without_a_context_share_a_device(open_device: OpenDevice, drive
             dice, stream, live = random.Random(index), streams[index], []
             for _ in range(150):
                 size = dice.choice([100, 40 * KIB, MIB, 3 * MIB])
-                address = device.core.mm_device_alloc(device.handle, size, stream, 0)
+                address = device.core.mm_device_alloc(device.handle, size, stream)
                 if address is not None:  # the first call of the driver's that this thread makes is ours
                     if not live:
                         driver.use_device(0)

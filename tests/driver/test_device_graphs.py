@@ -236,7 +236,7 @@ def test_a_search_does_not_count_on_pools(open_device: OpenDevice, driver: FakeD
 
     price = core_abi.Price(address, address, 1.0, 0.0)
     device.core.mm_arena_price(device.arena, price, 1)
-    assert device.core.mm_arena_choose(device.arena, 0, MIB, MIB, 1.0, None, 0) == -1
+    assert device.core.mm_arena_choose(device.arena, MIB, MIB, 1.0, None, 0) == -1
     device.free(address)
     device.release_pool(7)
 

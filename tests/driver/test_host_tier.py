@@ -86,7 +86,6 @@ def test_calls_only_queue(core, driver: FakeDriver) -> None:
     bench.device.free(block)
     again = bench.device.alloc(size, bench.stream)
     assert tier.read_now(slot, again) == 0
-    assert tier.order(slot) == 0
     assert tier.poll(slot) == 0
     stats = tier.stats
     assert (stats.queued_write_bytes, stats.queued_read_bytes, stats.writes, stats.reads) == (size, size, 0, 0)
@@ -135,7 +134,7 @@ def test_bad_arguments(bench: Bench) -> None:
     tier.free(slot)
     again = tier.write(block, 512)
     assert again != slot  # an id is never used twice
-    for call in (tier.poll, tier.wait, tier.order):
+    for call in (tier.poll, tier.wait):
         assert call(slot) == -errno.EBADF
     assert tier.use(slot, None) == tier.read(slot, block) == -errno.EBADF
     assert tier.bytes(slot) is None
@@ -356,8 +355,8 @@ def test_a_forked_child(core, driver: FakeDriver) -> None:
     child = os.fork()
     if child == 0:
         gone = -errno.ECANCELED
-        answers = [tier.write(block, 512), tier.read(slot, block), tier.poll(slot), tier.wait(slot), tier.order(slot)]
-        good = answers == [gone] * 5 and tier.bytes(slot) is None and tier.stats.used_bytes == 0
+        answers = [tier.write(block, 512), tier.read(slot, block), tier.poll(slot), tier.wait(slot)]
+        good = answers == [gone] * 4 and tier.bytes(slot) is None and tier.stats.used_bytes == 0
         tier.free(slot)
         tier.close()
         os._exit(0 if good else 1)
@@ -372,7 +371,7 @@ def test_the_file_tier_has_the_same_calls(core, tmp_path) -> None:
     assert tier, text.value
     memory = c.create_string_buffer(pattern(3, 4096), 4096)
     slot = core.mm_tier_write(tier, c.addressof(memory), 4096)
-    assert core.mm_tier_order(tier, slot) == 0 and core.mm_tier_poll(tier, slot) == 1  # it has waited
+    assert core.mm_tier_use(tier, slot, None) == 0 and core.mm_tier_poll(tier, slot) == 1  # it has waited
     assert core.mm_tier_read(tier, slot, c.addressof(memory)) == 0
     assert core.mm_tier_use(tier, slot, None) == 0 and core.mm_tier_poll(tier, slot) == 1
     assert core.mm_tier_bytes(tier, slot) is None

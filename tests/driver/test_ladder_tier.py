@@ -139,7 +139,6 @@ def test_slots_that_are_given_back_on_their_way(core, driver: FakeDriver, tmp_pa
     for slot in slots[::2]:
         block = bench.device.alloc(1000, bench.stream)
         bench.tier.read(slot, block)
-        bench.tier.order(slot)
         bench.tier.free(slot)
         bench.device.free(block)
     for value in range(1, 40, 2):

@@ -237,7 +237,7 @@ def test_a_peer_may_use_the_frames_that_are_mapped(open_periods: Callable[..., P
 
 def test_a_period_with_places_asks_nobody_to_leave_for_contiguity(open_periods: Callable[..., Periods]) -> None:
     periods = open_periods(budget=PEAK)
-    periods.core.mm_arena_set_layout(periods.device.arena, core_abi.REMAP_LAST, 0)
+    periods.core.mm_arena_set_layout(periods.device.arena, core_abi.REMAP_LAST)
     asked: list[int] = []
     periods.device.on_reclaim(lambda need, *_: asked.append(need) or 0)
     for period in range(4):

@@ -22,12 +22,12 @@ class AnyDevice:
         driver = library.mm_driver_load(path, text, len(text))
         if not driver:
             pytest.skip(f"no driver: {text.value.decode()}")
-        if library.mm_driver_device_count(driver) < 1:
+        own, count = c.CDLL(path.decode() if path else "libcuda.so.1"), c.c_int()
+        if own.cuInit(0) or own.cuDeviceGetCount(c.byref(count)) or count.value < 1:
             pytest.skip("the driver has no device")
         self.handle = library.mm_device_open(driver, 0, UNLIMITED, 0, text, len(text))
         assert self.handle, text.value
         self.tier = HostTier(self, capacity)
-        own = c.CDLL(path.decode() if path else "libcuda.so.1")
         context, stream = c.c_void_p(), c.c_void_p()
         own.cuCtxSetCurrent.argtypes, own.cuStreamSynchronize.argtypes = [c.c_void_p], [c.c_void_p]
         assert own.cuDevicePrimaryCtxRetain(c.byref(context), 0) == 0
@@ -36,7 +36,7 @@ class AnyDevice:
         self.stream, self._own = stream.value, own
 
     def alloc(self, size: int) -> int:
-        address = self.library.mm_device_alloc(self.handle, size, self.stream, 0)
+        address = self.library.mm_device_alloc(self.handle, size, self.stream)
         assert address
         return address
 

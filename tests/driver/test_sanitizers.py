@@ -38,9 +38,11 @@ def works(sanitizer: str) -> str:
 # In `make test` the tier and the device run under ThreadSanitizer only: compiling them once more takes a minute, and their
 # threads share the arena's code for blocks.
 CASES = [
-    pytest.param(sanitizer, stress, marks=[] if sanitizer == "thread" or stress == "stress" else [pytest.mark.slow])
+    pytest.param(
+        sanitizer, stress, marks=[] if sanitizer == "thread" or stress == "arena_stress" else [pytest.mark.slow]
+    )
     for sanitizer in ("address", "thread")
-    for stress in ("stress", "tier_stress", "device_stress")
+    for stress in ("arena_stress", "tier_stress", "device_stress")
 ]
 
 
@@ -53,9 +55,10 @@ def test_threads_under_a_sanitizer(sanitizer: str, stress: str, tmp_path: Path) 
         pytest.skip(f"-fsanitize={sanitizer} does not work here: {why_not}")
     flags = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", *UNOPTIMIZED.get(sanitizer, ())]
     core = build.core(f"core_{sanitizer}", flags)
-    on_host = stress == "stress"  # the arena that the CPU device has, with searches, a file below it, and forks
-    source = build.CORE / "stress.cpp" if on_host else Path(__file__).parent / f"{stress}.cpp"
-    program = build.build(f"{stress}_{sanitizer}", [source, core], flags, shared=False)
+    on_host = stress == "arena_stress"  # the arena that the CPU device has, with searches, a file below it, and forks
+    program = build.build(
+        f"{stress}_{sanitizer}", [Path(__file__).with_name(f"{stress}.cpp"), core], flags, shared=False
+    )
     for seconds in SECONDS:
         words = [str(seconds), str(tmp_path)] if on_host else [str(build.fake_driver(sanitizer)), str(seconds)]
         command = [str(program), *words]

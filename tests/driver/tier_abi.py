@@ -14,10 +14,9 @@ from core_abi import TierStats
 _P, _U64 = c.c_void_p, c.c_uint64
 _SIGNATURES = {
     "mm_driver_load": (_P, [c.c_char_p, c.c_char_p, c.c_size_t]),
-    "mm_driver_device_count": (c.c_int, [_P]),
     "mm_device_open": (_P, [_P, c.c_int, _U64, c.c_int, c.c_char_p, c.c_size_t]),
     "mm_device_close": (c.c_int, [_P]),
-    "mm_device_alloc": (_P, [_P, c.c_size_t, _P, c.c_int]),
+    "mm_device_alloc": (_P, [_P, c.c_size_t, _P]),
     "mm_device_free": (None, [_P, _P]),
     "mm_device_used": (None, [_P, _P, _P]),
     "mm_device_copy": (c.c_int, [_P, _P, _P, c.c_size_t, _P]),
@@ -41,7 +40,6 @@ _SIGNATURES = {
     "mm_tier_write_now": (c.c_int64, [_P, _P, _U64]),
     "mm_tier_read": (c.c_int, [_P, c.c_int64, _P]),
     "mm_tier_read_now": (c.c_int, [_P, c.c_int64, _P]),
-    "mm_tier_order": (c.c_int, [_P, c.c_int64]),
     "mm_tier_use": (c.c_int, [_P, c.c_int64, _P]),
     "mm_tier_bytes": (_P, [_P, c.c_int64]),
     "mm_tier_poll": (c.c_int, [_P, c.c_int64]),
@@ -78,7 +76,7 @@ class Device:
         self.live: set[int] = set()
 
     def alloc(self, size: int, stream: int | None) -> int:
-        address = self.library.mm_device_alloc(self.handle, size, stream, 0)
+        address = self.library.mm_device_alloc(self.handle, size, stream)
         assert address
         self.live.add(address)
         return address

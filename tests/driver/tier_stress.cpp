@@ -76,7 +76,7 @@ void Train(Shared* shared, int seed) {
     ++shared->rounds;
     const size_t bytes = 1 + dice() % 6000;  // some are larger than a piece
     const auto value = static_cast<unsigned char>(dice());
-    void* block = mm_device_alloc(shared->device, bytes, stream, MM_SIDE_LOW);
+    void* block = mm_device_alloc(shared->device, bytes, stream);
     Expect(block != nullptr, "no memory");
     Launch(shared, stream, Fill, block, bytes, value);
     const mm_slot slot =
@@ -96,7 +96,7 @@ void Train(Shared* shared, int seed) {
       const auto* host = static_cast<const unsigned char*>(mm_tier_bytes(shared->tier, slot));
       Expect(host != nullptr && host[0] == value && host[bytes - 1] == value, "host bytes differ");
     }
-    block = mm_device_alloc(shared->device, bytes, stream, MM_SIDE_HIGH);
+    block = mm_device_alloc(shared->device, bytes, stream);
     Expect(block != nullptr, "no memory");
     if (dice() % 2 == 0) {
       Expect(mm_tier_read_now(shared->tier, slot, block) == 0, "a read failed");

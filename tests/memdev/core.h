@@ -7,7 +7,7 @@ namespace memdev {
 
 // From memmgr/device.h; looked up by the caller, so that memdev is not linked against the core.
 struct CoreFunctions {
-  void* (*alloc)(void* device, size_t bytes, void* stream, int side);
+  void* (*alloc)(void* device, size_t bytes, void* stream);
   void (*free)(void* device, void* p);
   void (*used)(void* device, void* p, void* stream);
 };
@@ -19,7 +19,7 @@ class CoreMemory : public c10::Allocator {
     c10::Device where(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(device));
     if (n == 0) return c10::DataPtr(nullptr, where);
     TORCH_CHECK(devices[device] != nullptr, "memdev: the core has no device ", device);
-    void* p = functions.alloc(devices[device], n, CurrentStream(device), 0);
+    void* p = functions.alloc(devices[device], n, CurrentStream(device));
     TORCH_CHECK_WITH(OutOfMemoryError, p != nullptr, "memdev: the core has no room for ", n, " bytes");
     return c10::DataPtr(p, new Owned{p, device}, &CoreMemory::Free, where);
   }

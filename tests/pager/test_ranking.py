@@ -117,13 +117,12 @@ def test_published_planners_are_followed(policy: str) -> None:
     assert stats["resident_bytes.peak"] <= stats["budget_bytes"]
 
 
-@pytest.mark.parametrize("placement", ["window", "score", "dte", "window+apart", "window+strict", "remap+apart"])
-def test_placement(placement: str) -> None:
+def test_the_window() -> None:
     """Victims may be chosen by address (Coop): the same bits, and the budget."""
-    losses, stats, _ = trained(limit=limit(0.6), policy="lru+auto", _placement=placement)
+    losses, stats, _ = trained(limit=limit(0.6), policy="lru+auto", _placement="window")
     assert losses == plain()
     assert 0 < stats["resident_bytes.peak"] <= stats["budget_bytes"]
-    assert (stats["search_seconds"] > 0) == (not placement.startswith("remap"))
+    assert stats["search_seconds"] > 0
 
 
 @pytest.mark.parametrize("policy", ["keep", "nothing"])

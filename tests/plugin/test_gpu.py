@@ -1,6 +1,5 @@
-"""On a GPU: the three orders of importing, and queries of scripts. Each program is a process
-(tools/bench/cuda_probe.py).
-"""
+"""On a GPU: the three orders of importing, and queries of scripts. Each program is a process (gpu_training.py,
+tools/gpu/answers.py)."""
 
 from __future__ import annotations
 
@@ -9,14 +8,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from memmgr.tools.bench import cuda_probe
+from memmgr.tools.gpu import answers
 
 PAGE = 2 << 20
+TRAINING = Path(__file__).with_name("gpu_training.py")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,12 +25,12 @@ pytestmark = [
 ]
 
 
-def _probe(*words: str, **variables: str) -> Any:
+def _probe(program: object, *words: str, **variables: str) -> Any:
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("MEMMGR_BUDGET", "MEMMGR_INSTALL", "MEMMGR_CONF"))
     }
     done = subprocess.run(
-        [sys.executable, "-P", str(cuda_probe.__file__), *words],
+        [sys.executable, "-P", str(program), *words],
         env={**clean, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
         capture_output=True,
         text=True,
@@ -42,12 +43,12 @@ def _probe(*words: str, **variables: str) -> Any:
 
 @functools.cache
 def _native() -> Any:
-    return _probe("train", "native", MEMMGR_INSTALL="0")
+    return _probe(TRAINING, "native", MEMMGR_INSTALL="0")
 
 
 @pytest.mark.parametrize("memory", ["mapped", "plain"])
 def test_every_question_is_answered(memory: str) -> None:
-    found = _probe("answers", MEMMGR_CUDA_MEMORY=memory)
+    found = _probe(answers.__file__, MEMMGR_CUDA_MEMORY=memory)
     if memory == "plain":
         found.pop("empty_cache")  # one piece of memory, which stays
     assert found.pop("allocator") == "memmgr"
@@ -60,7 +61,7 @@ def test_a_budget_gives_the_same_bits(order: str) -> None:
     assert plain["allocator"] == "native"
     limit = int(0.6 * plain["peak_bytes"])
     variables = {"MEMMGR_BUDGET": str(limit)} if order == "environment" else {}
-    managed = _probe("train", order, str(limit), **variables)
+    managed = _probe(TRAINING, order, str(limit), **variables)
     assert managed["allocator"] == "memmgr"
     assert (managed["digest"], managed["losses"]) == (plain["digest"], plain["losses"])
     assert managed["peak_bytes"] <= limit
@@ -73,7 +74,7 @@ def test_a_model_that_is_there_before_the_import(share: float) -> None:
     """The third order: the allocator stays torch's own, which may then take no more than the budget."""
     plain = _native()
     limit = int(share * plain["reserved_peak_bytes"])
-    managed = _probe("train", "late", str(limit))
+    managed = _probe(TRAINING, "late", str(limit))
     assert isinstance(managed, dict), managed
     assert managed["allocator"] == "native"
     assert (managed["digest"], managed["losses"]) == (plain["digest"], plain["losses"])
@@ -84,4 +85,4 @@ def test_a_model_that_is_there_before_the_import(share: float) -> None:
 
 def test_without_a_budget_nothing_changes_but_the_allocator() -> None:
     plain = _native()
-    assert _probe("train", "native", MEMMGR_BUDGET="none")["digest"] == plain["digest"]
+    assert _probe(TRAINING, "native", MEMMGR_BUDGET="none")["digest"] == plain["digest"]

@@ -18,7 +18,6 @@ from memmgr.policies import (
     Alternate,
     Auto,
     Candidates,
-    DtrOptions,
     Link,
     Price,
     rank,
@@ -128,18 +127,6 @@ def test_price_is_cost_on_a_slow_link_and_bytes_on_a_fast_one() -> None:
     assert np.argmin(Price().bind(NO_LINK)(c)) == 0
     fast = Price().bind(Link(1e12, 1e12, cpu_seconds_per_byte=1e-9, demand_bytes_per_second=1e9))(c)
     assert fast[0] == fast[1] > 0
-
-
-def test_dtr_options_leave_out_what_is_small_and_sample_by_seed() -> None:
-    c = Candidates.build([1] + [1000] * 99, cost_seconds=np.arange(100.0))
-    scores = DtrOptions(FILTERS["dtr"])(c)
-    assert np.isinf(scores[0]) and np.isfinite(scores[1:]).all()
-    one, same, other = (DtrOptions(FILTERS["dtr"], sample_seed=s)(c) for s in (1, 1, 2))
-    assert np.isfinite(one).sum() == 10
-    assert np.array_equal(one, same) and not np.array_equal(one, other)
-    # left out means last, not never
-    ranking = rank(c, DtrOptions(FILTERS["dtr"]), DIRECTORS["evict"], NO_LINK)
-    assert len(ranking) == 100 and ranking.order[-1] == 0
 
 
 # -- rank ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 import memmgr
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tools" / "house" / "compatibility.py"
+SCRIPT = ROOT / "tests" / "foreign" / "compatibility.py"
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     yield module
-    sys.modules.pop("_compatibility_checks", None)
+    sys.modules.pop("compatibility_checks", None)
 
 
 def test_the_page_has_every_check(script: ModuleType) -> None:

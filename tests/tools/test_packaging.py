@@ -115,7 +115,6 @@ def test_folders_of_tools_import_downwards(folder: str) -> None:
 OPEN_TO_TOOLS = {"policies", "tools", "config", "telemetry", "observe"}
 ALSO_OPEN = {
     "verbs/doctor.py": ("native", "checks the libraries of the installation"),
-    "bench/cuda_probe.py": ("native", "reads the counters of the allocator's core"),
     "gpu/train.py": ("native", "reads the counters of the core, and sets the pager's clock on the driver's double"),
     "tune/batch_size.py": ("readers", "wraps functions of libraries once they are imported, as the readers do"),
     "tune/child.py": ("readers", "wraps the function that runs a backward in a process that has no budget"),

@@ -466,11 +466,11 @@ def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
         "filter:dtr,director:offload,prefetch:off",
         "show.py",
         cwd=tmp_path,
-        env={**os.environ, "MEMMGR_CONF": "policy:evict,placement:score"},  # which an option outranks, and no more
+        env={**os.environ, "MEMMGR_CONF": "policy:evict,placement:window"},  # which an option outranks, and no more
     )
     shown = eval(done.stdout)
     assert shown == {
-        "_placement": "score",
+        "_placement": "window",
         "disk": (str(odd), "1GB"),
         "policy": "filter:dtr,director:offload,prefetch:off",
         "quiet": True,

@@ -15,7 +15,8 @@ import forkserver
 import pytest
 
 from memmgr.tools.bench import runs
-from memmgr.tools.bench.runs import RunResult, RunSpec, run, unmanaged
+from memmgr.tools.bench.runs import RunResult, RunSpec, measured, run, with_need
+from memmgr.tools.gpu import simulated
 
 WORKER = Path(runs.__file__).with_name("worker.py")
 TINY = RunSpec("tiny", steps=2, sizes={"layers": 1, "heads": 2, "width": 32, "context": 16}, batch=2)
@@ -96,11 +97,6 @@ def test_a_run_that_hangs_in_its_turn_is_stopped() -> None:
     assert "stopped after" in result.failure
 
 
-def test_a_convnet_runs_and_is_reproducible() -> None:
-    spec = replace(TINY, model="convnet", sizes={"width": 4, "stages": 2, "blocks": 1, "height": 8})
-    assert run(spec).same_bits(run(spec))
-
-
 def test_a_crash_is_told() -> None:
     result = run(replace(TINY, sizes={"layers": 1, "heads": 3, "width": 32}))
     assert "Error" in result.failure
@@ -162,7 +158,7 @@ def test_the_need_is_what_is_live_at_the_worst_moment() -> None:
 
 def test_an_unmanaged_run_learns_its_need() -> None:
     spec = replace(TINY, steps=3, sizes={"layers": 2, "heads": 2, "width": 64, "context": 64}, batch=16)
-    result = unmanaged(spec)
+    result = with_need(run(spec), measured(spec))
     assert not result.failure
     assert len(result.losses) == 3
     assert result.same_bits(run(spec))
@@ -178,14 +174,14 @@ def test_thinning_keeps_the_peaks(worker: dict[str, Any]) -> None:
     assert worker["_thin"]([]) == []
 
 
-def test_overlap_arithmetic(worker: dict[str, Any]) -> None:
-    spans = worker["union"]([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)])
+def test_overlap_arithmetic() -> None:
+    spans = simulated.union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)])
     assert spans == [(0.0, 2.0), (3.0, 4.0)]
-    assert worker["length"](spans) == 3.0
-    assert worker["within"](spans, 1.5, 3.5) == 1.0
+    assert simulated.length(spans) == 3.0
+    assert simulated.both(spans, [(1.5, 3.5)]) == 1.0
 
 
-def test_strips(worker: dict[str, Any]) -> None:
-    lines = worker["strips"]({"kernels": [(0.0, 2.0)], "copies": [(2.0, 3.0), (3.0, 4.0)]}, columns=4)
+def test_strips() -> None:
+    lines = simulated.strips({"kernels": [(0.0, 2.0)], "copies": [(2.0, 3.0), (3.0, 4.0)]}, columns=4)
     assert lines == ["kernels |##  |", "copies  |  ##|", "         4000.0 ms"]
-    assert worker["strips"]({"kernels": []}) == []
+    assert simulated.strips({"kernels": []}) == []

@@ -85,7 +85,7 @@ def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(samples) == len(stats), set(stats)
     assert not [n for n in samples if not n.startswith("memmgr_") or "." in n]
     kinds = {family.name: family.type for family in registry.collect()}
-    gauges = "cells absent_cells pinned_cells orphans recipe_bytes works_in_flight escaped_bytes prefetch_hits".split()
+    gauges = "cells absent_cells pinned_cells recipe_bytes escaped_bytes prefetch_hits".split()
     assert {kinds[f"memmgr_{name}"] for name in gauges} == {"gauge"} and kinds["memmgr_ops"] == "counter"
     _train(None)
     unlimited = {s.name: s.value for family in registry.collect() for s in family.samples}

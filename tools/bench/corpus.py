@@ -15,10 +15,8 @@ from torch import Tensor
 def standard_library(limit_bytes: int = 4_000_000) -> bytes:
     """The standard library's top-level modules, in the order of their names, at most `limit_bytes` of them.
 
-    The same bytes on every call of one Python; another Python version has another library.
-
-    Raises:
-        FileNotFoundError: this Python came without its sources (some embedded builds).
+    The same bytes on every call of one Python; another Python version has another library. Raises `FileNotFoundError`:
+    this Python came without its sources (some embedded builds).
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -34,12 +32,8 @@ def standard_library(limit_bytes: int = 4_000_000) -> bytes:
 class Batches:
     """Random windows of a text, drawn from a generator of its own so that the model's RNG stream stays apart.
 
-    Args:
-        text: the bytes to draw from; longer than `time` + 1.
-        batch: windows per draw.
-        time: bytes per window.
-        seed: the same seed gives the same windows.
-        device: where the windows go.
+    `text`: the bytes to draw from; longer than `time` + 1. `time`: bytes per window. `batch`: windows per draw. `seed`:
+    the same seed gives the same windows. `device`: where the windows go.
     """
 
     def __init__(self, text: bytes, batch: int, time: int, seed: int, device: str = "cpu") -> None:

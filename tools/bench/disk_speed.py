@@ -14,8 +14,7 @@ BLOCK_BYTES = 8 << 20
 def disk_speed(folder: str, size: int) -> tuple[float, float]:
     """(write, read) of a file of that size, past the page cache.
 
-    Raises:
-        OSError: the folder cannot be written, or is full.
+    Raises `OSError`: the folder cannot be written, or is full.
 
     Known limitation: where the file system ignores the request to forget pages, the read is from memory.
     """

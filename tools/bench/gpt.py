@@ -17,23 +17,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT.
+    """Sizes of a GPT."""
 
-    Attributes:
-        layers: number of blocks.
-        heads: attention heads per block; divides `width`.
-        width: features per token.
-        context: the longest sequence, in bytes.
-        vocabulary: token values; 256 for bytes.
-        dropout: probability, after the embedding, in attention and at the end of both halves of a block.
-    """
-
-    layers: int = 6
-    heads: int = 6
-    width: int = 384
-    context: int = 256
-    vocabulary: int = 256
-    dropout: float = 0.1
+    layers: int = 6  # number of blocks
+    heads: int = 6  # attention heads per block; divides `width`
+    width: int = 384  # features per token
+    context: int = 256  # the longest sequence, in bytes
+    vocabulary: int = 256  # token values; 256 for bytes
+    dropout: float = 0.1  # probability, after the embedding, in attention and at the end of both halves of a block
 
 
 class Attention(nn.Module):
@@ -103,9 +94,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, time, vocabulary), or with `targets` (batch, time) the mean loss in nats, a scalar.
 
-        Args:
-            tokens: int64 (batch, time), time at most `config.context`.
-            targets: the same shape; the token that follows each.
+        `tokens`: int64 (batch, time), time at most `config.context`. `targets`: the same shape; the token that follows
+        each.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = F.dropout(self.token(tokens) + self.position(places), self.config.dropout, self.training)

@@ -28,8 +28,7 @@ class Try:
 def attempt(children: Nursery, spec: Spec, memory_bytes: int, slowest_seconds: float | None) -> Try:
     """Trains at the spec's batch: memmgr in a budget of that memory, others so that their peak does not pass it.
 
-    Args:
-        slowest_seconds: a sample may take so long; None: as long as it likes.
+    `slowest_seconds`: a sample may take so long; None: as long as it likes.
     """
     managed = bool(SYSTEMS[spec["system"]].policy)
     cell = once(children, spec | {"what": "attempt", "budget_bytes": memory_bytes if managed else None})

@@ -45,14 +45,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def measure(folder: str, step: FakeStep | None = None, *, size: int = 512 << 20, cpu: bool = False) -> Rates:
     """Rates of the accelerator that torch uses, else of the CPU, with the disk below.
 
-    Args:
-        folder: where the tier would be.
-        step: whose ops are measured one by one; the CPU's only.
-        size: bytes that the tier below is measured with.
-        cpu: the CPU also where there is an accelerator.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Raises `OSError`: the folder cannot be written. `folder`: where the tier would be. `step`: whose ops are measured
+    one by one; the CPU's only. `size`: bytes that the tier below is measured with. `cpu`: the CPU also where there is
+    an accelerator.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not cpu else None
     device = found or torch.device("cpu")
@@ -81,12 +76,8 @@ def write(
 ) -> int:
     """`memmgr doctor --measure`.
 
-    Args:
-        path: the table.
-        folder: where the tier would be.
-        `what`: FILE.py:FUNCTION, which makes a step.
-        size: bytes with which the tier is measured.
-        simulation: makes the table of a simulation of this accelerator; it goes into the same file.
+    `folder`: where the tier would be. `what`: FILE.py:FUNCTION, which makes a step. `size`: bytes with which the tier
+    is measured. `simulation`: makes the table of a simulation of this accelerator; it goes into the same file.
     """
     if path.suffix != ".json":  # by which memmgr plan knows it
         raise UsageError(f"--measure: {path} does not end in .json")

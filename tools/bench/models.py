@@ -24,12 +24,8 @@ Around = Callable[[], contextlib.AbstractContextManager[object]]
 class Training:
     """A model, its optimizer and one batch.
 
-    Attributes:
-        model: all that is trained.
-        blocks: the modules that activation checkpointing wraps, in the order of forward.
-        step: forward, backward, update; the losses, detached.
-        optimizers: of `model`.
-        around: entered around everything that autograd saves tensors in.
+    `blocks`: the modules that activation checkpointing wraps, in the order of forward. `step`: forward, backward,
+    update; the losses, detached. `around`: entered around everything that autograd saves tensors in.
     """
 
     model: nn.Module
@@ -347,10 +343,8 @@ MODELS: dict[str, tuple[Make, int]] = {
 def make(name: str, tiny: bool = False, batch: int | None = None) -> Training:
     """A training, on the default device, with torch's random numbers as they are.
 
-    Args:
-        name: one of MODELS.
-        tiny: for tests: milliseconds a step.
-        batch: samples; by default the model's own (a quarter of it where `tiny`).
+    `name`: one of MODELS. `tiny`: for tests: milliseconds a step. `batch`: samples; by default the model's own (a
+    quarter of it where `tiny`).
     """
     function, usual = MODELS[name]
     return function(tiny, batch or (max(2, usual // 4) if tiny else usual))

@@ -23,8 +23,7 @@ def draw(rows: Sequence[Row], path: Path, heading: str) -> None:
     """Writes a PNG or an SVG, by its name. Systems with budgets are lines, others single points. A system that did not
     run is left out.
 
-    Raises:
-        ImportError: matplotlib is missing.
+    Raises `ImportError`: matplotlib is missing.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -48,21 +48,14 @@ def _versions() -> dict[str, str]:
 
 @dataclass
 class Record:
-    """The measurements so far.
-
-    Attributes:
-        settings: they must be equal for rows to be in one table.
-        needs: of each model, by system: peak, states and seconds.
-        rows: by key.
-        largest: results of `--max-batch`, by model and system.
-    """
+    """The measurements so far."""
 
     path: Path
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # they must be equal for rows to be in one table
     machine: dict[str, Any]
-    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: dict[str, Row] = field(default_factory=dict)
-    largest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    needs: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each model, by system: peak, states and seconds
+    rows: dict[str, Row] = field(default_factory=dict)  # by key
+    largest: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of `--max-batch`, by model and system
 
     def save(self) -> None:
         """Whole or not at all."""
@@ -83,8 +76,7 @@ class Record:
 def opened(path: Path, settings: dict[str, Any], here: dict[str, Any]) -> Record:
     """The record in that file, to go on from, or a new one.
 
-    Raises:
-        UsageError: the file is none, or is of other settings, another machine or other versions.
+    Raises `UsageError`: the file is none, or is of other settings, another machine or other versions.
     """
     if not path.exists():
         return Record(path, settings, here)

@@ -45,11 +45,7 @@ class Bottleneck(BasicBlock):
 
 
 class ResNet(nn.Module):
-    """For images of 224 x 224 and 1,000 classes.
-
-    Args:
-        depth: 18 or 50.
-    """
+    """For images of 224 x 224 and 1,000 classes. `depth`: 18 or 50."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -12,33 +12,21 @@ from .turns import Cell
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the bench.
-
-    Attributes:
-        budget: its label: "75%", "checkpoint"; "" for a system that takes none.
-        budget_bytes: of memmgr; None without one.
-        need_bytes: the most bytes that the reference holds.
-        inside_bytes: the most that torch's tensors held at once.
-        outside_bytes: the process's resident set at its highest, over its size before the model.
-        seconds: a step, the median.
-        ratios: lower quartile, median and upper quartile of the time over the reference's in the same turn.
-        processor: the same median of the time that all of its threads computed.
-        bits: "yes", "no", or "parameters" where buffers differ (batch norm's running statistics, counted twice).
-        error: why it did not run.
-    """
+    """One cell of the bench."""
 
     model: str
-    budget: str
+    budget: str  # its label: "75%", "checkpoint"; "" for a system that takes none
     system: str
-    budget_bytes: int | None = None
-    need_bytes: int = 0
-    inside_bytes: int = 0
-    outside_bytes: int = 0
-    seconds: float = 0.0
+    budget_bytes: int | None = None  # of memmgr; None without one
+    need_bytes: int = 0  # the most bytes that the reference holds
+    inside_bytes: int = 0  # the most that torch's tensors held at once
+    outside_bytes: int = 0  # the process's resident set at its highest, over its size before the model
+    seconds: float = 0.0  # a step, the median
+    # lower quartile, median and upper quartile of the time over the reference's in the same turn
     ratios: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    processor: float = 0.0
-    bits: str = ""
-    error: str = ""
+    processor: float = 0.0  # the same median of the time that all of its threads computed
+    bits: str = ""  # "yes", "no", or "parameters" where buffers differ (batch norm's running statistics, counted twice)
+    error: str = ""  # why it did not run
     stats: dict[str, float] | None = None
     seconds_of_turns: tuple[float, ...] = ()
 
@@ -53,11 +41,7 @@ class Row:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Row:
-        """The reverse.
-
-        Raises:
-            TypeError: not a row.
-        """
+        """The reverse. Raises `TypeError`: not a row."""
         return Row(**data | {"ratios": tuple(data["ratios"]), "seconds_of_turns": tuple(data["seconds_of_turns"])})
 
 

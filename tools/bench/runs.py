@@ -28,69 +28,37 @@ _LINES, _STACK_LINES = 12, 120
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        label: how it is called in tables.
-        steps: optimizer steps.
-        model: "gpt" or "convnet".
-        sizes: keyword arguments of the model's config.
-        batch: sequences or images per step.
-        budget_bytes: None runs without memmgr.
-        policy: the policy's name; ignored without a budget.
-        options: further keyword arguments of `memmgr.budget`.
-        device: "cpu" or "cuda".
-        deterministic: switch torch's deterministic algorithms on.
-        measure_need: find out how much memory the run needs. On the CPU its resident set is made to tell (see
-            `worker.keep_nothing_back`), which makes it slower: time another run. On CUDA torch's own count is taken.
-        seed: of parameters, dropout and batches.
-        sample_seconds: how often memory is read.
-    """
-
-    label: str
-    steps: int
-    model: str = "gpt"
-    sizes: dict[str, Any] = field(default_factory=dict)
-    batch: int = 12
-    budget_bytes: int | None = None
-    policy: str = "auto"
-    options: dict[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
-    deterministic: bool = False
+    label: str  # how it is called in tables
+    steps: int  # optimizer steps
+    sizes: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the model's config
+    batch: int = 12  # sequences or images per step
+    budget_bytes: int | None = None  # None runs without memmgr
+    policy: str = "auto"  # the policy's name; ignored without a budget
+    # finds out how much memory the run needs: its resident set is made to tell (see `worker.keep_nothing_back`), which
+    # makes it slower: time another run
     measure_need: bool = False
-    seed: int = 1234
-    sample_seconds: float = 0.005
+    seed: int = 1234  # of parameters, dropout and batches
 
 
 @dataclass
 class RunResult:
-    """The report of a run. Bytes and seconds throughout.
+    """The report of a run. Bytes and seconds throughout."""
 
-    Attributes:
-        spec: the specification of the run.
-        losses: one per step, as `float.hex`, so that equal means equal bits.
-        digest: SHA-256 over parameters, buffers, optimizer state, RNG streams and losses.
-        parameters: trained scalars.
-        step_seconds: every step's time.
-        rss_bytes: the process's resident set at its highest, over its start (torch imported, one tiny step taken, the
-            model not yet built).
-        need_bytes: the run's need (unmanaged runs that measure it), else 0.
-        stats: `mm.stats()` when the context ended; empty without memmgr.
-        timeline: (seconds since the first step began, RSS over the start, `resident_bytes.current` or -1 without a
-            budget).
-        failure: empty, or the last lines of the error.
-    """
-
-    spec: RunSpec
-    losses: list[str] = field(default_factory=list)
-    digest: str = ""
-    parameters: int = 0
-    step_seconds: list[float] = field(default_factory=list)
+    spec: RunSpec  # the specification of the run
+    losses: list[str] = field(default_factory=list)  # one per step, as `float.hex`, so that equal means equal bits
+    digest: str = ""  # SHA-256 over parameters, buffers, optimizer state, RNG streams and losses
+    parameters: int = 0  # trained scalars
+    step_seconds: list[float] = field(default_factory=list)  # every step's time
+    # the process's resident set at its highest, over its start (torch imported, one tiny step taken, the model not yet
+    # built)
     rss_bytes: int = 0
-    need_bytes: int = 0
-    stats: dict[str, float] = field(default_factory=dict)
+    need_bytes: int = 0  # the run's need (unmanaged runs that measure it), else 0
+    stats: dict[str, float] = field(default_factory=dict)  # `mm.stats()` when the context ended; empty without memmgr
+    # (seconds since the first step began, RSS over the start, `resident_bytes.current` or -1 without a budget)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)
-    failure: str = ""
+    failure: str = ""  # empty, or the last lines of the error
 
     @property
     def seconds_a_step(self) -> float:
@@ -140,32 +108,12 @@ def with_need(result: RunResult, need: RunResult) -> RunResult:
     return result
 
 
-def unmanaged(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
-    """Runs `spec` without memmgr, and measures its need: on the CPU in a second process.
-
-    Args:
-        spec: the specification; `budget_bytes` None.
-        on_event: as for `run`; not called for steps of the measuring process.
-        timeout_seconds: per process.
-    """
-    if spec.device != "cpu":
-        return run(replace(spec, measure_need=True), on_event, timeout_seconds)
-    need = measured(spec, timeout_seconds)
-    if need.failure:
-        return replace(need, spec=spec)
-    return with_need(run(spec, on_event, timeout_seconds), need)
-
-
 def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
     """Runs `spec` in a new process.
 
-    Args:
-        spec: the specification.
-        on_event: called with each event as it comes: {"event": "step", "index", "loss", "seconds"}.
-        timeout_seconds: the process is killed after that.
-
-    Returns:
-        The result; a crash, an error or a timeout is in its `failure`, not raised.
+    Returns the result; a crash, an error or a timeout is in its `failure`, not raised. `on_event`: called with each
+    event as it comes: {"event": "step", "index", "loss", "seconds"}. `timeout_seconds`: the process is killed after
+    that.
     """
     with _Process(spec, on_event, timeout_seconds) as process:
         process.listen()
@@ -195,15 +143,8 @@ def in_turns(
 class _Process:
     """The process of one run, and its output so far. A context manager.
 
-    Args:
-        spec: the specification.
-        on_event: as for `run`.
-        timeout_seconds: it is killed when it prints no line for that long, or does not end.
-        turns: it waits before every step.
-
-    Attributes:
-        result: the result so far.
-        ended: the process has ended.
+    `on_event`: as for `run`. `timeout_seconds`: it is killed when it prints no line for that long, or does not end.
+    `turns`: it waits before every step.
     """
 
     def __init__(
@@ -217,15 +158,11 @@ class _Process:
             "MEMMGR_CORE_LIB",
             "MEMMGR_DISK",
             "MEMMGR_DEBUG",
-            "MEMMGR_CUDA_MEMORY",
-            "MEMMGR_CUDA_PAGE",
         )
         if spec.budget_bytes is None:
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
         else:
             environment |= {key: os.environ[key] for key in kept if key in os.environ}
-        if spec.deterministic:
-            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's condition for reproducible bits
         worker = str(Path(__file__).with_name("worker.py"))
         self.result = RunResult(spec)
         self.ended = False

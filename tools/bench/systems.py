@@ -25,21 +25,14 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        line: its description.
-        apply: changes a training before its first step; raises `NotHere`.
-        policy: memmgr's, under a budget; empty: without memmgr.
-        plan: memmgr may make plans of measured passes.
-        reference: the system that its time, bits and need are compared with.
-    """
-
-    line: str
+    line: str  # its description
+    # changes a training before its first step; raises `NotHere`
     apply: Callable[[Training], None] = lambda training: None
-    policy: str = ""
-    plan: bool = True
-    reference: str = UNMANAGED
+    policy: str = ""  # memmgr's, under a budget; empty: without memmgr
+    plan: bool = True  # memmgr may make plans of measured passes
+    reference: str = UNMANAGED  # the system that its time, bits and need are compared with
 
     @property
     def planned(self) -> bool:

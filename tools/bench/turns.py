@@ -25,26 +25,18 @@ Say = Callable[[str], object]
 
 @dataclass
 class Cell:
-    """Result of one cell.
-
-    Attributes:
-        turns: of each turn: seconds, processor, steps so far.
-        told: the figures that the cell sent at its end.
-        error: why there are none.
-    """
+    """Result of one cell."""
 
     spec: Spec
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    told: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
+    turns: list[dict[str, Any]] = field(default_factory=list)  # of each turn: seconds, processor, steps so far
+    told: dict[str, Any] = field(default_factory=dict)  # the figures that the cell sent at its end
+    error: str = ""  # why there are none
 
 
 class Nursery:
     """The processes that have torch, and fork one for every cell. A context manager.
 
-    Args:
-        device: "cpu" or "cuda".
-        limit_seconds: a cell that takes longer for one answer is ended.
+    `device`: "cpu" or "cuda". `limit_seconds`: a cell that takes longer for one answer is ended.
     """
 
     def __init__(self, device: str, limit_seconds: float = 300.0) -> None:

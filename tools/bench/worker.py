@@ -12,7 +12,6 @@ import ctypes
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import sys
 import threading
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+SAMPLE_SECONDS = 0.005  # between two readings of memory
 
 
 def _load(name: str) -> ModuleType:
@@ -73,11 +73,7 @@ def high_water_bytes() -> int:
 
 
 class Sampler:
-    """Reads memory on a thread while the run goes on.
-
-    Args:
-        seconds: between two readings.
-    """
+    """Reads memory on a thread while the run goes on. `seconds`: between two readings."""
 
     def __init__(self, seconds: float) -> None:
         self.resident: Callable[[], int] | None = None
@@ -143,29 +139,14 @@ def keep_nothing_back() -> bool:
 
 
 class Training:
-    """Model, optimizer and batches of a spec; `step` takes one optimizer step.
-
-    Args:
-        spec: a RunSpec as plain data.
-    """
+    """Model, optimizer and batches of a spec; `step` takes one optimizer step. `spec`: a RunSpec as plain data."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        device = spec["device"]
         torch.manual_seed(spec["seed"])
-        self.batches: Callable[[], tuple[Tensor, Tensor]]
-        self.model: nn.Module
-        if spec["model"] == "gpt":
-            gpt, corpus = _load("gpt"), _load("corpus")
-            config = gpt.GPTConfig(**spec["sizes"])
-            self.model = gpt.GPT(config).to(device)
-            self.batches = corpus.Batches(
-                corpus.standard_library(), spec["batch"], config.context, spec["seed"], device
-            )
-        else:
-            sizes = dict(spec["sizes"])
-            height = sizes.pop("height", 32)
-            self.model = _load("convnet").ConvNet(**sizes).to(device)
-            self.batches = _images(spec["batch"], height, spec["seed"], device)
+        gpt, corpus = _load("gpt"), _load("corpus")
+        config = gpt.GPTConfig(**spec["sizes"])
+        self.model: nn.Module = gpt.GPT(config)
+        self.batches = corpus.Batches(corpus.standard_library(), spec["batch"], config.context, spec["seed"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4, weight_decay=0.1)
 
     def step(self) -> float:
@@ -182,8 +163,6 @@ class Training:
         state = self.optimizer.state_dict()["state"]
         moments = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
         rng = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            rng["cuda"] = torch.cuda.get_rng_state()
         for named in (self.model.state_dict(), moments, rng):
             for name in sorted(named):
                 sha.update(name.encode())
@@ -193,29 +172,12 @@ class Training:
         return sha.hexdigest()
 
 
-def _images(batch: int, height: int, seed: int, device: str) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Noise with one of ten colours mixed in, so that there is something to learn."""
-    generator = torch.Generator().manual_seed(seed)
-    colours = torch.rand(10, 3, 1, 1, generator=generator)
-
-    def draw() -> tuple[Tensor, Tensor]:
-        labels = torch.randint(10, (batch,), generator=generator)
-        images = torch.randn(batch, 3, height, height, generator=generator) + colours[labels]
-        return images.to(device), labels.to(device)
-
-    return draw
-
-
-def _warm_up(device: str) -> None:
-    """One tiny step, so that code, thread pools and the device's context belong to the start and not to the run."""
-    layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8)).to(device)
+def _warm_up() -> None:
+    """One tiny step, so that code and thread pools belong to the start and not to the run."""
+    layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(layer.parameters())
-    nn.functional.cross_entropy(
-        layer(torch.zeros(128, 64, device=device)), torch.zeros(128, device=device).long()
-    ).backward()
+    nn.functional.cross_entropy(layer(torch.zeros(128, 64)), torch.zeros(128).long()).backward()
     optimizer.step()
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
@@ -226,8 +188,7 @@ def _budget(spec: dict[str, Any], sampler: Sampler, result: dict[str, Any]) -> I
         return
     import memmgr
 
-    device = {} if spec["device"] == "cpu" else {"device": spec["device"]}
-    with memmgr.budget(spec["budget_bytes"], policy=spec["policy"], quiet=True, **device, **spec["options"]) as mm:
+    with memmgr.budget(spec["budget_bytes"], policy=spec["policy"], quiet=True) as mm:
         sampler.resident = lambda: int(mm.stats()["resident_bytes.current"])
         try:
             yield
@@ -237,71 +198,19 @@ def _budget(spec: dict[str, Any], sampler: Sampler, result: dict[str, Any]) -> I
     result["stats"] = {key: value for key, value in stats.items() if isinstance(value, int | float)}
 
 
-Span = tuple[float, float]
-
-
-def union(spans: list[Span]) -> list[Span]:
-    """The same time, as spans in order that do not overlap."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(spans: list[Span]) -> float:
-    """Seconds in spans that do not overlap."""
-    return sum(end - start for start, end in spans)
-
-
-def within(spans: list[Span], start: float, end: float) -> float:
-    """Seconds of `spans` (which do not overlap) that lie between `start` and `end`."""
-    return sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in spans)
-
-
-def strips(rows: dict[str, list[Span]], columns: int = 96) -> list[str]:
-    """One line of text per row: how busy it was over time, each character a slice (blank, then . : # for thirds)."""
-    spans = [span for row in rows.values() for span in row]
-    if not spans:
-        return []
-    first, last = min(start for start, _ in spans), max(end for _, end in spans)
-    slice_seconds = (last - first) / columns or 1.0
-    lines = []
-    for name, row in rows.items():
-        shares = [within(row, first + i * slice_seconds, first + (i + 1) * slice_seconds) for i in range(columns)]
-        marks = (" .:#"[min(3, math.ceil(3 * share / slice_seconds - 1e-6))] for share in shares)
-        lines.append(f"{name:<8}|{''.join(marks)}|")
-    lines.append(f"{'':<8} {1e3 * (last - first):.1f} ms")
-    return lines
-
-
 def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
     """Trains as `spec` says; with `turns` each step waits for a line of standard input.
 
-    Returns:
-        The fields of a RunResult that are known at the end.
+    Returns the fields of a RunResult that are known at the end.
     """
     if spec["budget_bytes"] is not None:
-        import memmgr  # noqa: F401  before CUDA is initialised: that is when its allocator can be put in place
-    on_gpu = spec["device"] == "cuda"
-    if spec["measure_need"] and not on_gpu:
+        import memmgr  # noqa: F401  loads its imports before memory is measured
+    if spec["measure_need"]:
         keep_nothing_back()
-    if spec["deterministic"]:
-        torch.use_deterministic_algorithms(True)
-    if spec["deterministic"] and on_gpu:
-        # The fused attention kernels' backward adds in the order in which its blocks happen to finish.
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    _warm_up(spec["device"])
-    if on_gpu and spec["budget_bytes"] is None:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    _warm_up()
     losses: list[str] = []
     result: dict[str, Any] = {}
-    sampler = Sampler(spec["sample_seconds"])
+    sampler = Sampler(SAMPLE_SECONDS)
     with _budget(spec, sampler, result):
         training = Training(spec)
         began = sampler.clock()
@@ -310,15 +219,13 @@ def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
                 sampler.wait_for_turn()
             before = time.perf_counter()
             losses.append(training.step().hex())
-            if on_gpu:
-                torch.cuda.synchronize()
             _say("step", index=index, loss=losses[-1], seconds=time.perf_counter() - before)
         digest = training.digest(losses)
         parameters = sum(p.numel() for p in training.model.parameters())
     result["rss_bytes"] = sampler.peak_rss
     sampler.stop()
     if spec["measure_need"]:
-        result["need_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else result["rss_bytes"]
+        result["need_bytes"] = result["rss_bytes"]
     timeline = _thin([(now - began, rss, held) for now, rss, held in sampler.timeline if now >= began])
     return result | {"digest": digest, "parameters": parameters, "timeline": timeline}
 

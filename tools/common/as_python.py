@@ -31,8 +31,7 @@ def set_path(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
     """The script's code, and the module `__main__` to run it in.
 
-    Raises:
-        UsageError: there is no such script or module.
+    Raises `UsageError`: there is no such script or module.
     """
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__

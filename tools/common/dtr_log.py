@@ -19,9 +19,7 @@ def read_dtr_log(path: Path) -> Trace:
     """The trace of an operator log, or of one compressed with xz.
 
     A log that ends between the lines of one op (cut after any line) is a trace without that op, `complete=False`.
-
-    Raises:
-        TraceError: no such file, not such a log, or a line that makes no sense; the message names file and line.
+    Raises `TraceError`: no such file, not such a log, or a line that makes no sense; the message names file and line.
     """
     try:
         opener = lzma.open if path.suffix == ".xz" else open
@@ -38,8 +36,7 @@ def read_dtr_log(path: Path) -> Trace:
 def parse_dtr_log(lines: Iterable[str]) -> Trace:
     """The trace that `lines` describe; see `read_dtr_log`. Lines before START are skipped.
 
-    Raises:
-        TraceError: the message names the line.
+    Raises `TraceError`: the message names the line.
     """
     numbered = _records(lines)
     builder = TraceBuilder(device="Titan V (operator log)")

@@ -57,13 +57,9 @@ class StepError(Exception):
 def record(make: Callable[[], Step], *, accelerator: bool, done: Callable[[str], None] = lambda what: None) -> FakeStep:
     """Builds a step and runs it, all on fake tensors.
 
-    Args:
-        make: makes models, optimizer and batch, and returns the step.
-        accelerator: kernels are chosen as on an accelerator rather than the CPU.
-        done: called with each phase that has ended.
-
-    Raises:
-        StepError: the step needs values, or is not the same each time.
+    Raises `StepError`: the step needs values, or is not the same each time. `make`: makes models, optimizer and batch,
+    and returns the step. `accelerator`: kernels are chosen as on an accelerator rather than the CPU. `done`: called
+    with each phase that has ended.
     """
     recorder = _Recorder(accelerator)
     with contextlib.ExitStack() as stack:
@@ -205,11 +201,7 @@ class _Recorder(TorchDispatchMode):
     # ---- the trace
 
     def recorded(self) -> FakeStep:
-        """The record.
-
-        Raises:
-            StepError: nothing, or the last two calls of the step differ.
-        """
+        """The record. Raises `StepError`: nothing, or the last two calls of the step differ."""
         begin, end = (self._ends_at(number) for number in (CALLS - 2, CALLS - 1))
         last = [(e.name, e.work.signature) for e in self.events if e.number == CALLS - 1]
         if not last:

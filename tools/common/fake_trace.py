@@ -61,19 +61,14 @@ class Ran:
 
 @dataclass(frozen=True)
 class FakeStep:
-    """A recorded step: events `begin` to before `end` are the period.
-
-    Attributes:
-        samples: by signature, a call that has it.
-        asked: where the step first asks for a floating point number; it got 1. Empty: nowhere.
-    """
+    """A recorded step: events `begin` to before `end` are the period."""
 
     events: list[Ran]
     blocks: list[Block]
     begin: int
     end: int
-    samples: dict[str, Call]
-    asked: str = ""
+    samples: dict[str, Call]  # by signature, a call that has it
+    asked: str = ""  # where the step first asks for a floating point number; it got 1. Empty: nowhere.
 
     def trace(self, device: Rates) -> Trace:
         """The period as it is on a device."""

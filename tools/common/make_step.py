@@ -33,11 +33,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def maker(args: argparse.Namespace) -> Callable[[], Step]:
     """The function that makes the step. It has not been called yet, but the user's file has run.
 
-    Args:
-        args: `what`, and for a folder `batch`, `sequence`, `optimizer`, `dtype`, `checkpointing`.
-
-    Raises:
-        UsageError: there is no such function, file or folder.
+    Raises `UsageError`: there is no such function, file or folder. `args`: `what`, and for a folder `batch`,
+    `sequence`, `optimizer`, `dtype`, `checkpointing`.
     """
     folder = Path(args.what)
     if is_model_folder(folder):
@@ -48,8 +45,7 @@ def maker(args: argparse.Namespace) -> Callable[[], Step]:
 def from_file(what: str) -> Callable[[], Step]:
     """The function that FILE.py:FUNCTION names; the file has run.
 
-    Raises:
-        UsageError: there is no such file or function.
+    Raises `UsageError`: there is no such file or function.
     """
     path, name = step_function(what)
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` would

@@ -21,72 +21,42 @@ _HALVINGS = 4
 
 @dataclass(frozen=True)
 class Outlook:
-    """One step at one budget; the fields of --json.
+    """One step at one budget; the fields of --json."""
 
-    Attributes:
-        device: the one whose rates were taken.
-        budget_bytes: most bytes resident.
-        fits: a plan was found.
-        overhead: its time over the unmanaged step's; None: it does not fit.
-        seconds: predicted time of a step, waits included.
-        lower_bound: no schedule's overhead is smaller; None: not known.
-        unmanaged_seconds: of the step without a budget.
-        unmanaged_peak_bytes: without a budget.
-        least_bytes: bytes that the largest op touches: no budget below it works.
-        held_bytes: by kind, bytes that live from step to step.
-        written_bytes: by kind, to the tier in a step.
-        read_bytes: by kind, back.
-        remade_bytes: by kind, dropped and made again.
-        remade_ops: ops that run again.
-        tier_bytes: most bytes in the tier at a time.
-        tier_room_bytes: how many there may be; None: any number.
-        half_overhead_budget_bytes: the budget at which half of the overhead is left; None: not computed, the overhead
-            is too small.
-        fitting_budget_bytes: where it does not fit, the smallest in steps of 5 % of the need that does; None: none is
-            known.
-    """
-
-    device: str
-    budget_bytes: int
-    fits: bool
-    overhead: float | None
-    seconds: float | None
-    lower_bound: float | None
-    unmanaged_seconds: float
-    unmanaged_peak_bytes: int
-    least_bytes: int
-    held_bytes: dict[str, int] = field(default_factory=dict)
-    written_bytes: dict[str, int] = field(default_factory=dict)
-    read_bytes: dict[str, int] = field(default_factory=dict)
-    remade_bytes: dict[str, int] = field(default_factory=dict)
-    remade_ops: int = 0
-    tier_bytes: int = 0
-    tier_room_bytes: int | None = None
+    device: str  # the one whose rates were taken
+    budget_bytes: int  # most bytes resident
+    fits: bool  # a plan was found
+    overhead: float | None  # its time over the unmanaged step's; None: it does not fit
+    seconds: float | None  # predicted time of a step, waits included
+    lower_bound: float | None  # no schedule's overhead is smaller; None: not known
+    unmanaged_seconds: float  # of the step without a budget
+    unmanaged_peak_bytes: int  # without a budget
+    least_bytes: int  # bytes that the largest op touches: no budget below it works
+    held_bytes: dict[str, int] = field(default_factory=dict)  # by kind, bytes that live from step to step
+    written_bytes: dict[str, int] = field(default_factory=dict)  # by kind, to the tier in a step
+    read_bytes: dict[str, int] = field(default_factory=dict)  # by kind, back
+    remade_bytes: dict[str, int] = field(default_factory=dict)  # by kind, dropped and made again
+    remade_ops: int = 0  # ops that run again
+    tier_bytes: int = 0  # most bytes in the tier at a time
+    tier_room_bytes: int | None = None  # how many there may be; None: any number
+    # the budget at which half of the overhead is left; None: not computed, the overhead is too small
     half_overhead_budget_bytes: int | None = None
+    # where it does not fit, the smallest in steps of 5 % of the need that does; None: none is known
     fitting_budget_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Level:
-    """Memory at one moment.
+    """Memory at one moment."""
 
-    Attributes:
-        seconds: since the step began.
-        resident: bytes by kind.
-    """
-
-    seconds: float
-    resident: tuple[int, ...]
+    seconds: float  # since the step began
+    resident: tuple[int, ...]  # bytes by kind
 
 
 def outlook(trace: Trace, budget_bytes: int, link: TierLink | None, *, effort: int = EFFORT) -> tuple[Outlook, Plan]:
     """Effect of a budget.
 
-    Args:
-        trace: with times.
-        budget_bytes: most bytes resident.
-        link: the tier below; None: recompute only.
-        effort: of the planner.
+    `trace`: with times. `link`: the tier below; None: recompute only. `effort`: of the planner.
     """
     made = plan(trace, budget_bytes, link=link, effort=effort, solve=False)
     kind = kind_of(trace)
@@ -125,8 +95,7 @@ def outlook(trace: Trace, budget_bytes: int, link: TierLink | None, *, effort: i
 def half_overhead(trace: Trace, of: Outlook, link: TierLink | None, *, effort: int = EFFORT) -> int | None:
     """The smallest budget, of some that are tried, at which at most half of the overhead is left.
 
-    Returns:
-        Bytes; None: the overhead is small, or there is none.
+    Returns bytes; None: the overhead is small, or there is none.
     """
     if of.overhead is None or of.overhead - 1 < _WORTH_HALVING:
         return None
@@ -145,8 +114,7 @@ def fitting(trace: Trace, of: Outlook, link: TierLink | None, *, effort: int = E
     """The smallest budget in steps of 5 % of the need that fits, by bisection between a budget that does not fit and
     the whole need.
 
-    Args:
-        of: a budget that does not fit.
+    `of`: a budget that does not fit.
     """
     peak = trace.unmanaged_peak[0]
     too_small = max(of.budget_bytes, of.least_bytes - 1)
@@ -216,10 +184,7 @@ def tier_bytes(trace: Trace, made: Plan) -> int:
 def levels(trace: Trace, steps: tuple[Step, ...] | None = None, made: Plan | None = None) -> list[Level]:
     """Memory by kind after each op, by the rules of `Replay`: of a plan, or of the step without one.
 
-    Args:
-        trace: with times.
-        steps: the schedule; None: the program as it is.
-        made: the plan that they are from.
+    `trace`: with times. `steps`: the schedule; None: the program as it is.
     """
     kind = [KINDS.index(name) for name in kind_of(trace)]
     size = [storage.size_bytes for storage in trace.storages]

@@ -17,13 +17,8 @@ from memmgr.tools.common.usage_error import UsageError
 def check_output(path: Path, option: str, read: Iterable[Path] = ()) -> None:
     """Checks as far as possible that the file can be written, and that no input is lost by it.
 
-    Args:
-        path: the file.
-        option: the option that named it.
-        read: files that the verb reads itself.
-
-    Raises:
-        UsageError: a folder, a file in no folder, or one of those that are read.
+    Raises `UsageError`: a folder, a file in no folder, or one of those that are read. `read`: files that the verb reads
+    itself.
     """
     try:
         check_file(str(path), option)
@@ -36,8 +31,7 @@ def check_output(path: Path, option: str, read: Iterable[Path] = ()) -> None:
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:
     """Writes a temporary file beside it and renames that, so that a failure keeps the old file.
 
-    Raises:
-        OSError: it cannot be written.
+    Raises `OSError`: it cannot be written.
     """
     if path.exists() and not path.is_file():  # /dev/stdout
         path.write_text(text, encoding="utf-8", errors=errors)

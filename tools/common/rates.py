@@ -28,45 +28,27 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a call of torch, from which its time on a device is predicted.
+    """The work of a call of torch, from which its time on a device is predicted."""
 
-    Attributes:
-        signature: equal for calls that take equal time: name, shapes, strides, types, other arguments.
-        flops: by torch's formulas; 0 where there is none.
-        moved_bytes: read and written, each tensor once.
-        dtype: of the computation, as "float32"; "tf32" if torch may round to that.
-    """
-
-    signature: str
-    flops: int
-    moved_bytes: int
-    dtype: str
+    signature: str  # equal for calls that take equal time: name, shapes, strides, types, other arguments
+    flops: int  # by torch's formulas; 0 where there is none
+    moved_bytes: int  # read and written, each tensor once
+    dtype: str  # of the computation, as "float32"; "tf32" if torch may round to that
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A device.
+    """A device."""
 
-    Attributes:
-        name: the device's.
-        flops: of matrix products, a second, by dtype; a missing dtype runs at the rate of "float32".
-        bytes_per_second: to and from its memory.
-        memory_bytes: its size.
-        link: to the tier below.
-        source: where the figures are from.
-        accelerator: a step's kernels are an accelerator's.
-        call_seconds: overhead of each call of torch.
-        calls: measurements by signature: seconds, and bytes beyond the outputs at the worst moment.
-    """
-
-    name: str
-    flops: Mapping[str, float]
-    bytes_per_second: float
-    memory_bytes: int
-    link: TierLink | None
-    source: str
-    accelerator: bool = True
-    call_seconds: float = 0.0
+    name: str  # the device's
+    flops: Mapping[str, float]  # of matrix products, a second, by dtype; a missing dtype runs at the rate of "float32"
+    bytes_per_second: float  # to and from its memory
+    memory_bytes: int  # its size
+    link: TierLink | None  # to the tier below
+    source: str  # where the figures are from
+    accelerator: bool = True  # a step's kernels are an accelerator's
+    call_seconds: float = 0.0  # overhead of each call of torch
+    # measurements by signature: seconds, and bytes beyond the outputs at the worst moment
     calls: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def seconds(self, work: Work) -> float:
@@ -121,11 +103,7 @@ DEVICES: dict[str, Rates] = {
 
 
 def read_rates(path: Path) -> Rates:
-    """A table that `memmgr doctor --measure` wrote.
-
-    Raises:
-        UsageError: it cannot be read, or is something else.
-    """
+    """A table that `memmgr doctor --measure` wrote. Raises `UsageError`: it cannot be read, or is something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.pop("memmgr_rates") != VERSION:
@@ -147,11 +125,7 @@ def read_rates(path: Path) -> Rates:
 
 
 def write_rates(path: Path, rates: Rates, simulation: Mapping[str, Any] | None = None) -> None:
-    """Writes a table; with that of a simulation, the file is either.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a table; with that of a simulation, the file is either. Raises `OSError`: it cannot be written."""
     write_whole(path, json.dumps({"memmgr_rates": VERSION, **(simulation or {}), **asdict(rates)}, indent=1) + "\n")
 
 

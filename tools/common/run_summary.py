@@ -17,11 +17,8 @@ def run_as_json(
 ) -> dict[str, Any]:
     """The summary of `--json`. Its keys are the same for each run: a figure that is not known is None.
 
-    Args:
-        stats: `memmgr.stats()`; empty where no budget was opened.
-        budget: as it was asked for; None: none.
-        command: the words of it.
-        error: the exception that ended the script.
+    `stats`: `memmgr.stats()`; empty where no budget was opened. `budget`: as it was asked for; None: none. `command`:
+    the words of it. `error`: the exception that ended the script.
     """
     found = {figure.name: stats.get(figure.name) for figure in FIGURES}
     if found["budget_bytes"] is not None and found["budget_bytes"] >= UNLIMITED:

@@ -18,8 +18,7 @@ def is_model_folder(path: Path) -> bool:
 def step_function(what: str) -> tuple[Path, str]:
     """The file and the function that FILE.py:FUNCTION names.
 
-    Raises:
-        UsageError: there is no such file, it is not Python, or its text defines no such name.
+    Raises `UsageError`: there is no such file, it is not Python, or its text defines no such name.
     """
     text, _, name = what.rpartition(":")
     path = Path(text)

@@ -9,11 +9,8 @@ def no_worse(seconds: Sequence[float | None]) -> list[int]:
     """The budget whose schedule each budget uses. A schedule that fits a budget fits every larger one, for which a
     search may find a worse one.
 
-    Args:
-        seconds: time of a step, the largest budget first; None: no schedule was found.
-
-    Returns:
-        For each budget, the index of the best among itself and all smaller ones.
+    Returns, for each budget, the index of the best among itself and all smaller ones. `seconds`: time of a step, the
+    largest budget first; None: no schedule was found.
     """
     best = len(seconds) - 1
     found = []

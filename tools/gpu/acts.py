@@ -4,7 +4,7 @@
     streams    two streams with record_stream in a budget under pressure
     compiled   torch.compile in a budget, beside the same compiled model without one
     trainer    transformers' Trainer, with nothing but MEMMGR_BUDGET
-    answers    the questions about memory that a script may ask torch.cuda (bench/cuda_probe.py)
+    answers    the questions about memory that a script may ask torch.cuda (answers.py)
     largest    WORD plain or memmgr: the largest batch of GPT-2 in 8 GB, and its step
     two        two processes on one GPU, each in half of its activations
 
@@ -176,8 +176,7 @@ def compiled() -> None:
 def child(*words: str, **env: str) -> list[dict[str, Any]]:
     """The JSON lines of this file's, or another's, process; an empty variable is taken out of its environment.
 
-    Raises:
-        RuntimeError: it failed.
+    Raises `RuntimeError`: it failed.
     """
     given = {name: value for name, value in (os.environ | env).items() if value}
     done = subprocess.run([sys.executable, "-P", *words], env=given, stdout=subprocess.PIPE, text=True)
@@ -229,7 +228,7 @@ def answers() -> None:
     """One check for each question."""
     if not ON_GPU:
         return say("answers", None, text="CUDA only")
-    found = child(str(HERE.parent / "bench" / "cuda_probe.py"), "answers")[-1]
+    found = child(str(HERE / "answers.py"))[-1]
     for question, said in found.items():
         if question != "allocator":
             say(question, said == "ok", text=said)

@@ -58,12 +58,8 @@ class Wrong(Exception):
 class Check:
     """Runs acts and keeps the lines that they print.
 
-    Args:
-        place: the device, and the folder that gets the lines.
-        seconds: after which no act begins and running ones are killed.
-
-    Attributes:
-        lines: all lines, with the folder's lines of acts that are not repeated.
+    `place`: the device, and the folder that gets the lines. `seconds`: after which no act begins and running ones are
+    killed. `lines`: all lines, with the folder's lines of acts that are not repeated.
     """
 
     def __init__(self, place: Place, seconds: float) -> None:
@@ -305,11 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the acts; 0 when all held.
-
-    Raises:
-        Wrong: no such act, no time, or no GPU.
-    """
+    """Runs the acts; 0 when all held. Raises `Wrong`: no such act, no time, or no GPU."""
     place = Place(args.out, args.device) if args.simulated is None else Place(args.out, "simulated", args.simulated)
     calls = list(CALLS) if args.call == "both" else [args.call]
     seconds = sum(CALLS[name][1] for name in calls) if args.seconds is None else args.seconds

@@ -18,8 +18,7 @@ UNITS = {"us": 1e-6, "s/GiB": 1 / 2**30, "GB/s": 1e9, "TFLOP/s": 1e12, "factor":
 def read(path: Path) -> dict[str, float]:
     """The figures of a table in seconds, bytes and operations, and per second of these.
 
-    Raises:
-        ValueError: no such table, or one of another version.
+    Raises `ValueError`: no such table, or one of another version.
     """
     table = json.loads(path.read_text())
     if table.get("version") != VERSION:
@@ -59,9 +58,7 @@ _PAGES = {"cuMemCreate": "create", "cuMemMap": "map", "cuMemUnmap": "unmap_freei
 def of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -> dict[str, Any]:
     """The table `base` with the figures of a check in their places; a figure that it has not measured keeps its value and source.
 
-    Args:
-        lines: of the check's raw.jsonl.
-        date: of the check, as 2026-11-28.
+    `date`: of the check, as 2026-11-28.
     """
     seen = {line["name"]: line for line in lines if "value" in line and "name" in line}
     table: dict[str, Any] = json.loads(base.read_text())
@@ -106,12 +103,8 @@ def with_rates(
 ) -> dict[str, Any]:
     """The table with measured rates of its kernels in their places.
 
-    Args:
-        table: as `of_check` gives it.
-        flops: arithmetic a second, by dtype.
-        bytes_per_second: to and from the device's memory.
-        source: of both.
-        date: as 2026-11-28.
+    `table`: as `of_check` gives it. `flops`: arithmetic a second, by dtype. `bytes_per_second`: to and from the
+    device's memory. `source`: of both. `date`: as 2026-11-28.
     """
     rates = {f"flops.{dtype}": (rate / 1e12, "TFLOP/s") for dtype, rate in flops.items()}
     rates["memory"] = (bytes_per_second / 1e9, "GB/s")

@@ -20,8 +20,7 @@ SECTIONS: tuple[str, ...] = ()
 def driver_figures() -> dict[str, Any]:
     """The table of a simulation (`figures.py`), with the figures of the driver that is here in their places.
 
-    Raises:
-        RuntimeError: the measuring program cannot be made, or the driver has no device.
+    Raises `RuntimeError`: the measuring program cannot be made, or the driver has no device.
     """
     act = plans.driver_calls(plans.Place(Path(os.devnull)))
     if act.missing:

@@ -18,39 +18,26 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Act:
-    """A process of the check.
-
-    Attributes:
-        group: acts of one group that follow one another run at once.
-        limit_seconds: the act and all that it started are killed after that.
-        needs: the act is skipped if that group ran and no act of it went well; empty: never.
-        folder: where it runs; None: where the check runs.
-        missing: why it cannot run here; empty: it can.
-    """
+    """A process of the check."""
 
     name: str
     command: list[str]
-    group: str
-    limit_seconds: float
+    group: str  # acts of one group that follow one another run at once
+    limit_seconds: float  # the act and all that it started are killed after that
     env: dict[str, str] = field(default_factory=dict)
-    needs: str = ""
-    folder: Path | None = None
-    missing: str = ""
+    needs: str = ""  # the act is skipped if that group ran and no act of it went well; empty: never
+    folder: Path | None = None  # where it runs; None: where the check runs
+    missing: str = ""  # why it cannot run here; empty: it can
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the check runs.
+    """Where the check runs."""
 
-    Attributes:
-        out: the folder for the acts' files.
-        device: "cuda"; "cpu" is a rehearsal with tiny models; "simulated" a device of the tests with virtual time.
-        figures: the table of a simulation.
-    """
-
-    out: Path
+    out: Path  # the folder for the acts' files
+    # "cuda"; "cpu" is a rehearsal with tiny models; "simulated" a device of the tests with virtual time
     device: str = "cuda"
-    figures: Path = H100
+    figures: Path = H100  # the table of a simulation
 
     @property
     def on_gpu(self) -> bool:

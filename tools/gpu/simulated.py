@@ -6,8 +6,9 @@ It is the tests' double of the CUDA driver; `tests/driver/virtual_time.h` descri
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,9 @@ COUNTED = {
 class Simulation:
     """The double, with virtual time.
 
-    Args:
-        double: the loaded library, in the mode `timed`.
-        figures: as `figures.read` gives them.
-        scale: each tensor stands for one of so many times the bytes, twice as wide for 4: a small model then has the
-            proportions of a large one. Arithmetic grows with the power of 3/2.
+    `double`: the loaded library, in the mode `timed`. `figures`: as `figures.read` gives them. `scale`: each tensor
+    stands for one of so many times the bytes, twice as wide for 4: a small model then has the proportions of a large
+    one. Arithmetic grows with the power of 3/2.
     """
 
     def __init__(self, double: ctypes.CDLL, figures: Mapping[str, float], scale: float = 1.0) -> None:
@@ -76,23 +75,27 @@ class Simulation:
         return out
 
 
-def _union(rows: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
-    """The spans of the rows, joined."""
-    spans: list[tuple[float, float]] = []
-    for begin, end in sorted(map(tuple, rows[:, 2:4].tolist())):
-        if spans and begin <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+Span = tuple[float, float]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time, as spans in order that do not overlap."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            spans.append((begin, end))
-    return spans
+            merged.append((begin, end))
+    return merged
 
 
-def _length(spans: list[tuple[float, float]]) -> float:
+def length(spans: list[Span]) -> float:
+    """Seconds in spans that do not overlap."""
     return sum(end - begin for begin, end in spans)
 
 
-def _both(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
-    """Seconds that lie in both."""
+def both(a: list[Span], b: list[Span]) -> float:
+    """Seconds that lie in both, each of which has spans in order that do not overlap."""
     seconds, at = 0.0, 0
     for begin, end in a:
         while at < len(b) and b[at][1] <= begin:
@@ -104,27 +107,39 @@ def _both(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
     return seconds
 
 
+def strips(rows: dict[str, list[Span]], columns: int = 96) -> list[str]:
+    """One line of text per row: how busy it was over time, each character a slice (blank, then . : # for thirds)."""
+    spans = [span for row in rows.values() for span in row]
+    if not spans:
+        return []
+    first, last = min(start for start, _ in spans), max(end for _, end in spans)
+    slice_seconds = (last - first) / columns or 1.0
+    lines = []
+    for name, row in rows.items():
+        shares = [both([(first + i * slice_seconds, first + (i + 1) * slice_seconds)], row) for i in range(columns)]
+        marks = (" .:#"[min(3, math.ceil(3 * share / slice_seconds - 1e-6))] for share in shares)
+        lines.append(f"{name:<8}|{''.join(marks)}|")
+    lines.append(f"{'':<8} {1e3 * (last - first):.1f} ms")
+    return lines
+
+
 def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: float, steps: int) -> dict[str, Any]:
     """The figures of a step in a trace.
 
-    Args:
-        rows: engine, label, begin, end, issued, bound, label of the work that was waited for, bytes.
-        seconds: of all steps.
-
-    Returns:
-        Of a step, on average: `ops`, its kernels; `out_bytes` and `in_bytes`. Seconds: `step`, `kernels`, copies `out` and `in`,
-        `host` (at work), `host_waits`, `ideal` (the longest of kernels and both copies), `out_under_kernels`,
-        `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the kernels' engine by reason. The largest by kind:
-        `host_by_call`, `waits_by_call`, `kernels_by_op`. `lead`: how long a kernel waits between its launch and its
-        begin. `overlap`: of the shorter of copies and kernels, the share that lies under the other. `link_use`: the busier
-        way's share of the step.
+    Returns, of a step on average: `ops`, its kernels; `out_bytes` and `in_bytes`. Seconds: `step`, `kernels`, copies
+    `out` and `in`, `host` (at work), `host_waits`, `ideal` (the longest of kernels and both copies),
+    `out_under_kernels`, `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the kernels' engine by
+    reason. The largest by kind: `host_by_call`, `waits_by_call`, `kernels_by_op`. `lead`: how long a kernel waits
+    between its launch and its begin. `overlap`: of the shorter of copies and kernels, the share that lies under the
+    other. `link_use`: the busier way's share of the step. `rows`: engine, label, begin, end, issued, bound, label of
+    the work that was waited for, bytes. `seconds`: of all steps.
     """
     engine = rows[:, 0].astype(int)
     kernels = rows[engine == KERNELS]
-    spans = {which: _union(rows[engine == which]) for which in (KERNELS, OUT, IN)}
-    busy = {which: _length(spans[which]) for which in spans}
+    spans = {which: union(map(tuple, rows[engine == which, 2:4].tolist())) for which in (KERNELS, OUT, IN)}
+    busy = {which: length(spans[which]) for which in spans}
     shorter = sum(min(busy[way], busy[KERNELS]) for way in (OUT, IN))
-    under = {way: _both(spans[way], spans[KERNELS]) for way in (OUT, IN)}
+    under = {way: both(spans[way], spans[KERNELS]) for way in (OUT, IN)}
     hidden = sum(under.values())
     idle: Counter[str] = Counter()
     order = kernels[np.argsort(kernels[:, 2])] if len(kernels) else kernels

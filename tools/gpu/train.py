@@ -293,7 +293,7 @@ def native_figures() -> dict[str, int]:
 KEPT = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes clean_drops recomputes recompute_seconds "
     "rematerializations stall_seconds room_seconds reclaims reads_ahead late_reads write_backs planned_passes passes "
-    "short_periods plans plan_seconds trials refused_kinds retries ops recorded_ops admission_waits copies_before_write "
+    "short_periods plans plan_seconds trials refused_kinds retries ops recorded_ops "
     "search_seconds own_seconds"
 ).split()
 
@@ -521,7 +521,7 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
     trace goes to `path`."""
     from torch.profiler import ProfilerActivity, profile
 
-    worker = _sibling("worker")
+    times = _sibling("simulated", "gpu")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
             step()
@@ -538,18 +538,18 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
                     copies[way].append(span)
         elif "Memset" not in event.name:
             kernels.append(span)
-    busy = worker.union(kernels)
-    found: dict[str, Any] = {"kernel_seconds": round(worker.length(busy) / PROFILED, 5)}
+    busy = times.union(kernels)
+    found: dict[str, Any] = {"kernel_seconds": round(times.length(busy) / PROFILED, 5)}
     for way, spans in copies.items():
-        copying = worker.union(spans)
-        hidden = sum(worker.within(busy, *span) for span in copying)
+        copying = times.union(spans)
+        hidden = times.both(busy, copying)
         found[way] = {
-            "seconds": round(worker.length(copying) / PROFILED, 5),
+            "seconds": round(times.length(copying) / PROFILED, 5),
             "under_kernels": round(hidden / PROFILED, 5),
             "count": len(spans) / PROFILED,
         }
-    found["strips"] = worker.strips(
-        {"kernels": busy, "to host": worker.union(copies["DtoH"]), "to GPU": worker.union(copies["HtoD"])}, columns=140
+    found["strips"] = times.strips(
+        {"kernels": busy, "to host": times.union(copies["DtoH"]), "to GPU": times.union(copies["HtoD"])}, columns=140
     )
     with contextlib.suppress(Exception):
         profiler.export_chrome_trace(path)

@@ -23,14 +23,10 @@ LINK_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one risk.
-
-    Attributes:
-        real: the risk is real; None: the figures do not say.
-    """
+    """The verdict on one risk."""
 
     name: str
-    real: bool | None
+    real: bool | None  # the risk is real; None: the figures do not say
     expected: str
     seen: str
 

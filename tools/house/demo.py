@@ -40,11 +40,8 @@ def say(text: str) -> None:
 def done(stage: str, command: Sequence[str | Path], read: Callable[[str], str | None], **options: str) -> None:
     """Runs a command to its end. Every few seconds its state is printed; if it fails, its last lines are.
 
-    Args:
-        stage: the key of ESTIMATES that its processor time is counted under.
-        command: the words.
-        read: maps a line of its output to a new state, or to None.
-        options: environment variables.
+    `stage`: the key of ESTIMATES that its processor time is counted under. `read`: maps a line of its output to a new
+    state, or to None. `options`: environment variables.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines, state = [""], [stage]

@@ -23,12 +23,7 @@ _FENCED = re.compile(r"(^```[\s\S]*?^```$)", re.MULTILINE)
 
 
 def turned(text: str, page: str) -> str:
-    """The page with links that work in the site.
-
-    Args:
-        text: Markdown.
-        page: its path in the repository, as "docs/faq.md".
-    """
+    """The page's Markdown with links that work in the site. `page`: its path in the repository, as "docs/faq.md"."""
     here = posixpath.dirname(page)
     in_site = posixpath.relpath(here, "docs") if here.startswith("docs") else "."
 

@@ -16,29 +16,18 @@ FORMS = "auto, VARIABLE, --OPTION, per_device_train_batch_size, batch_size or ca
 
 @dataclass(frozen=True)
 class Row:
-    """One batch that was tried; the fields of --json.
+    """One batch that was tried; the fields of --json."""
 
-    Attributes:
-        batch: samples.
-        seconds: of a pass.
-        slowdown: time of a sample over that of the script's own batch without memmgr; None: it failed.
-        need_bytes: the most that a pass would have held without a budget.
-        error: why it does not hold.
-    """
-
-    batch: int
-    seconds: float = 0.0
+    batch: int  # samples
+    seconds: float = 0.0  # of a pass
+    # time of a sample over that of the script's own batch without memmgr; None: it failed
     slowdown: float | None = None
-    need_bytes: int = 0
-    error: str = ""
+    need_bytes: int = 0  # the most that a pass would have held without a budget
+    error: str = ""  # why it does not hold
 
 
 def parse(text: str) -> Batch:
-    """The argument of --batch.
-
-    Raises:
-        UsageError: a function that is not FILE.py:FUNCTION.
-    """
+    """The argument of --batch. Raises `UsageError`: a function that is not FILE.py:FUNCTION."""
     if text == "auto":
         return Batch()
     if text.startswith("call:"):
@@ -56,8 +45,7 @@ def parse(text: str) -> Batch:
 def own_size(batch: Batch, job: Job, plain: Result) -> int:
     """The batch size of the script as it is.
 
-    Raises:
-        UsageError: the script does not have that option, name, Trainer or DataLoader.
+    Raises `UsageError`: the script does not have that option, name, Trainer or DataLoader.
     """
     found: int | None = None
     if batch.how == "auto":
@@ -82,17 +70,9 @@ def search(
 ) -> tuple[list[Row], Row | None]:
     """Doubles the batch from the script's own and bisects.
 
-    Args:
-        runner: of the script.
-        batch: how to set it.
-        now: the script's own batch.
-        plain: the run of that one without memmgr.
-        budget: of each run.
-        most: a sample may take so many times as long as in `plain`; None: as long as it likes.
-        say: gets a line before each run.
-
-    Returns:
-        All that were tried, and the largest that holds, None if none does.
+    Returns all that were tried, and the largest that holds, None if none does. `batch`: how to set it. `now`: the
+    script's own batch. `plain`: the run of that one without memmgr. `most`: a sample may take so many times as long as
+    in `plain`; None: as long as it likes. `say`: gets a line before each run.
     """
     from memmgr.tools.bench.largest import Try, bisect  # imports torch
 

@@ -18,10 +18,7 @@ TRAINERS_NAME = "per_device_train_batch_size"
 class BatchSetter:
     """Sets the batch size, and records in `result` where it was set and which sizes the script asked for.
 
-    Args:
-        batch: the way, and the size.
-        result: of this process.
-        source: the script's text, "" of a module.
+    `batch`: the way, and the size. `source`: the script's text, "" of a module.
     """
 
     def __init__(self, batch: Batch, result: Result, source: str) -> None:

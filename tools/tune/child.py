@@ -39,10 +39,7 @@ class Clock:
     """Counts passes, and ends the process after the last one that is asked for. Passes wait while a plan is made, and the
     clock stands still then: no pass is measured beside a search.
 
-    Args:
-        job: the order.
-        result: gets the times.
-        path: the file of the result.
+    `result`: gets the times.
     """
 
     def __init__(self, job: Job, result: Result, path: Path) -> None:

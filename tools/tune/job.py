@@ -12,43 +12,27 @@ from memmgr.tools.common.outputs import write_whole
 
 @dataclass(frozen=True)
 class Batch:
-    """The way in which a script gets another batch size.
+    """The way in which a script gets another batch size."""
 
-    Attributes:
-        how: "auto" (the Trainer's or the DataLoader's), "option", "call", or "name".
-        name: the option, `FILE:FUNCTION`, or the name.
-        size: samples; None: the script's own size, which is reported.
-        before: the script's own size where it is known, of "auto".
-    """
-
-    how: str = "auto"
-    name: str = ""
-    size: int | None = None
-    before: int | None = None
+    how: str = "auto"  # "auto" (the Trainer's or the DataLoader's), "option", "call", or "name"
+    name: str = ""  # the option, `FILE:FUNCTION`, or the name
+    size: int | None = None  # samples; None: the script's own size, which is reported
+    before: int | None = None  # the script's own size where it is known, of "auto"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the script.
+    """One run of the script."""
 
-    Attributes:
-        script: the file, or the module where `module` is set.
-        arguments: of the script.
-        passes: the process ends after so many; under a budget later, where a plan was made near their end (`STEADY`).
-        budget: as of `memmgr run`; None: memmgr is not there at all.
-        trace: the file for a recorded pass, after which the process ends; None: no pass is recorded.
-        options: `policy`, `disk` and `device` of `memmgr run`.
-        batch: another batch size.
-    """
-
-    script: str
-    arguments: list[str]
+    script: str  # the file, or the module where `module` is set
+    arguments: list[str]  # of the script
     module: bool = False
+    # the process ends after so many; under a budget later, where a plan was made near their end (`STEADY`)
     passes: int = 0
-    budget: str | None = None
-    trace: str | None = None
-    options: dict[str, str] = field(default_factory=dict)
-    batch: Batch | None = None
+    budget: str | None = None  # as of `memmgr run`; None: memmgr is not there at all
+    trace: str | None = None  # the file for a recorded pass, after which the process ends; None: no pass is recorded
+    options: dict[str, str] = field(default_factory=dict)  # `policy`, `disk` and `device` of `memmgr run`
+    batch: Batch | None = None  # another batch size
 
     def write(self, path: Path) -> None:
         """Writes the order."""
@@ -64,35 +48,25 @@ class Job:
 
 @dataclass
 class Result:
-    """The outcome of one run.
+    """The outcome of one run."""
 
-    Attributes:
-        ends: seconds at which each pass ended, of a clock that stands still while a plan is made.
-        processor: for each of them, seconds of processor time of the process so far, all threads together.
-        planned: for each of them, the passes by plan so far.
-        plans: for each of them, the plans that were made until the next one began.
-        link: the tier below as it was measured beside the passes, the fields of a `TierLink`; None: there is none.
-        own_seconds: of a pass, for the pager's own work; 0 on an accelerator, where it runs beside the device.
-        peak_bytes: the most that the passes would have held without a budget; 0: not known.
-        floor_error: the budget was too small.
-        error: the exception that ended the script, in one line.
-        batches: batch sizes that the script has asked for, by their source.
-        samples: length of the data set, where a DataLoader has shown it.
-        applied: the places where the batch size was set.
-    """
-
+    # seconds at which each pass ended, of a clock that stands still while a plan is made
     ends: list[float] = field(default_factory=list)
+    # for each of them, seconds of processor time of the process so far, all threads together
     processor: list[float] = field(default_factory=list)
-    planned: list[int] = field(default_factory=list)
+    planned: list[int] = field(default_factory=list)  # for each of them, the passes by plan so far
+    # for each of them, the plans that were made until the next one began
     plans: list[int] = field(default_factory=list)
+    # the tier below as it was measured beside the passes, the fields of a `TierLink`; None: there is none
     link: dict[str, Any] | None = None
+    # of a pass, for the pager's own work; 0 on an accelerator, where it runs beside the device
     own_seconds: float = 0.0
-    peak_bytes: int = 0
-    floor_error: bool = False
-    error: str = ""
-    batches: dict[str, int] = field(default_factory=dict)
-    samples: int | None = None
-    applied: list[str] = field(default_factory=list)
+    peak_bytes: int = 0  # the most that the passes would have held without a budget; 0: not known
+    floor_error: bool = False  # the budget was too small
+    error: str = ""  # the exception that ended the script, in one line
+    batches: dict[str, int] = field(default_factory=dict)  # batch sizes that the script has asked for, by their source
+    samples: int | None = None  # length of the data set, where a DataLoader has shown it
+    applied: list[str] = field(default_factory=list)  # the places where the batch size was set
 
     @property
     def last_plan(self) -> int:

@@ -28,36 +28,25 @@ _LINES = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a run beside those of the run without memmgr.
+    """Times of a run beside those of the run without memmgr."""
 
-    Attributes:
-        slowdown: time of the same passes of both, one over the other; None: too few were there, or the budget was too
-            small.
-        passes: passes that were compared.
-        seconds: of one of them, with the budget.
-        why: there is no figure.
-        processor: processor time of the same passes, one over the other; None: not known. Waiting is not in it, and neither
-            is the work of other programs.
-        link: the tier below, as the run under the budget measured it; None: there is none.
-        own_seconds: of a pass under the budget, for the pager's own work.
-    """
-
+    # time of the same passes of both, one over the other; None: too few were there, or the budget was too small
     slowdown: float | None
-    passes: int = 0
-    seconds: float = 0.0
-    why: str = ""
+    passes: int = 0  # passes that were compared
+    seconds: float = 0.0  # of one of them, with the budget
+    why: str = ""  # there is no figure
+    # processor time of the same passes, one over the other; None: not known. Waiting is not in it, and neither is the
+    # work of other programs.
     processor: float | None = None
-    link: TierLink | None = None
-    own_seconds: float = 0.0
+    link: TierLink | None = None  # the tier below, as the run under the budget measured it; None: there is none
+    own_seconds: float = 0.0  # of a pass under the budget, for the pager's own work
 
 
 class Runner:
     """Runs one script.
 
-    Args:
-        job: the part that all runs have in common.
-        folder: for orders, results and the script's output; it exists.
-        say: gets a line before each run.
+    `job`: the part that all runs have in common. `folder`: for orders, results and the script's output; it exists.
+    `say`: gets a line before each run.
     """
 
     def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
@@ -77,11 +66,7 @@ class Runner:
         self._end()
 
     def trace(self) -> Trace:
-        """Records one pass.
-
-        Raises:
-            UsageError: the script failed, or was too short.
-        """
+        """Records one pass. Raises `UsageError`: the script failed, or was too short."""
         file = self._folder / "run.trace"
         self._say("records a pass")
         result = self._run(replace(self._job, budget="none", trace=str(file)))
@@ -95,12 +80,7 @@ class Runner:
     def plain(self, batch: Batch | None = None, passes: int = 0) -> Result:
         """Runs the script without memmgr.
 
-        Args:
-            batch: another batch size.
-            passes: at least so many.
-
-        Raises:
-            UsageError: the script failed, or was too short.
+        Raises `UsageError`: the script failed, or was too short. `passes`: at least so many.
         """
         self._say("runs without a budget")
         begun = time.monotonic()

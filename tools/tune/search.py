@@ -23,55 +23,33 @@ _TENTHS = tuple(range(100, 0, -10))
 
 @dataclass(frozen=True)
 class At:
-    """One budget of the curve.
+    """One budget of the curve."""
 
-    Attributes:
-        share: of the need, in per cent.
-        budget_bytes: the budget.
-        simulated: time of a pass over one without a budget, by the simulator with the link and the cost of an op that the
-            runs have measured; None: no plan was found.
-        lower_bound: no schedule is faster; None: not known.
-        measured: the same ratio of a run; None: it was not run, or failed.
-        passes: that were measured.
-        why: a run without a figure.
-        processor: as `measured`, of the processor's time, without waiting; None: not known.
-        predicted: `simulated` as it was before this budget was run; None: it was not run.
-    """
-
-    share: int
-    budget_bytes: int
+    share: int  # of the need, in per cent
+    budget_bytes: int  # the budget
+    # time of a pass over one without a budget, by the simulator with the link and the cost of an op that the runs have
+    # measured; None: no plan was found
     simulated: float | None
-    lower_bound: float | None
-    measured: float | None = None
-    passes: int = 0
-    why: str = ""
-    processor: float | None = None
-    predicted: float | None = None
+    lower_bound: float | None  # no schedule is faster; None: not known
+    measured: float | None = None  # the same ratio of a run; None: it was not run, or failed
+    passes: int = 0  # that were measured
+    why: str = ""  # a run without a figure
+    processor: float | None = None  # as `measured`, of the processor's time, without waiting; None: not known
+    predicted: float | None = None  # `simulated` as it was before this budget was run; None: it was not run
 
 
 @dataclass
 class Tuned:
-    """The curve and the proposal; the fields of --json.
+    """The curve and the proposal; the fields of --json."""
 
-    Attributes:
-        need_bytes: of a pass without a budget.
-        seconds: of a pass without memmgr, as measured.
-        most: the largest slowdown that was asked for.
-        curve: budgets, the largest first.
-        proposal: the budget that is proposed; None: none is.
-        knee_share: the share that the simulator proposes after the runs, in per cent.
-        device_bytes: free memory of this machine; None: an accelerator's.
-        noise: the slowest of the runs without memmgr over the fastest; 1 on a machine that does nothing else.
-    """
-
-    need_bytes: int
-    seconds: float
-    most: float
-    curve: list[At] = field(default_factory=list)
-    proposal: At | None = None
-    knee_share: int = 100
-    device_bytes: int | None = None
-    noise: float = 1.0
+    need_bytes: int  # of a pass without a budget
+    seconds: float  # of a pass without memmgr, as measured
+    most: float  # the largest slowdown that was asked for
+    curve: list[At] = field(default_factory=list)  # budgets, the largest first
+    proposal: At | None = None  # the budget that is proposed; None: none is
+    knee_share: int = 100  # the share that the simulator proposes after the runs, in per cent
+    device_bytes: int | None = None  # free memory of this machine; None: an accelerator's
+    noise: float = 1.0  # the slowest of the runs without memmgr over the fastest; 1 on a machine that does nothing else
 
     def plain(self) -> dict[str, object]:
         """As JSON has it."""
@@ -79,12 +57,7 @@ class Tuned:
 
 
 class Curve:
-    """The simulated slowdown by budget.
-
-    Args:
-        trace: a recorded pass.
-        say: gets a line before each budget.
-    """
+    """The simulated slowdown by budget. `say`: gets a line before each budget."""
 
     def __init__(self, trace: Trace, say: Callable[[str], None]) -> None:
         self._trace = trace
@@ -105,9 +78,8 @@ class Curve:
     def learn(self, link: TierLink | None, own_seconds: float) -> None:
         """Predictions from now on have the costs that a run has measured: the recorded pass moved nothing, so the link was idle.
 
-        Args:
-            link: as measured beside the passes; None: the recorded one stays.
-            own_seconds: of a pass, for the pager's own work.
+        `link`: as measured beside the passes; None: the recorded one stays. `own_seconds`: of a pass, for the pager's
+        own work.
         """
         self._link = link or self._link
         self._own = own_seconds / self._trace.seconds
@@ -116,8 +88,7 @@ class Curve:
     def factor(self, share: int) -> float | None:
         """Time of a pass over that of one without a budget; None: no plan was found.
 
-        Args:
-            share: of the need, in per cent.
+        `share`: of the need, in per cent.
         """
         return self._factor(self._bytes(share))
 
@@ -148,14 +119,9 @@ def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> t
     """Runs the knee. Where that is slower than asked for, the knee is looked for again with the costs that the run has measured;
     where the new one is not larger, the budget grows by 5 % of the need, by 10, 20 and so on.
 
-    Args:
-        curve: the predictions; they learn from the runs.
-        most: the largest slowdown.
-        run: runs the script under so many bytes; its second argument names the budget for a reader.
-
-    Returns:
-        The curve with the runs in it, the proposal, and the last knee in per cent of the need. The proposal is None where no run
-        holds, and where nothing below the whole need is predicted to hold.
+    Returns the curve with the runs in it, the proposal, and the last knee in per cent of the need. The proposal is None
+    where no run holds, and where nothing below the whole need is predicted to hold. `most`: the largest slowdown.
+    `run`: runs the script under so many bytes; its second argument names the budget for a reader.
     """
     tried: dict[int, At] = {}
     proposal: At | None = None

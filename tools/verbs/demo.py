@@ -39,16 +39,11 @@ QUICK = RunSpec("unmanaged", steps=12, sizes={"layers": 4, "heads": 4, "width": 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict about one run.
-
-    Attributes:
-        same_bits: None without a reference.
-        within: budget and RSS limit held; None where there is no budget.
-    """
+    """The verdict about one run."""
 
     result: RunResult
-    same_bits: bool | None
-    within: bool | None
+    same_bits: bool | None  # None without a reference
+    within: bool | None  # budget and RSS limit held; None where there is no budget
 
     @property
     def good(self) -> bool:

@@ -58,19 +58,12 @@ EXTRAS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the answer.
+    """One line of the answer."""
 
-    Attributes:
-        name: the subject of the check.
-        mark: `OK`, `WEAKER` or `NO`.
-        text: the result.
-        advice: the remedy, if there is one.
-    """
-
-    name: str
-    mark: str
-    text: str
-    advice: str = ""
+    name: str  # the subject of the check
+    mark: str  # `OK`, `WEAKER` or `NO`
+    text: str  # the result
+    advice: str = ""  # the remedy, if there is one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

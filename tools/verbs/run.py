@@ -312,10 +312,7 @@ def children_worked() -> bool:
 def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseException | None) -> list[str]:
     """The lines that `run` prints after the budget's own line.
 
-    Args:
-        stats: `memmgr.stats()`; empty where no budget was opened.
-        args: this command line.
-        error: the exception that ended the script.
+    `stats`: `memmgr.stats()`; empty where no budget was opened. `error`: the exception that ended the script.
     """
     binary = is_binary(args.budget)
 

@@ -79,39 +79,22 @@ RULES_WITH_LINK = ("delta", "offload", "dtr_eq")
 
 @dataclass(frozen=True)
 class Result:
-    """One policy at one budget; the fields of --json.
+    """One policy at one budget; the fields of --json."""
 
-    Attributes:
-        policy: as it was asked for.
-        ratio: budget over the unmanaged peak.
-        budget_bytes: most bytes resident.
-        feasible: whether the pass fits.
-        overhead: time over the unmanaged one's, None if infeasible.
-        peak_bytes: most bytes resident.
-        lower_bound: an overhead that no schedule can go below; None if it cannot be had (or none exists).
-        seconds: time to decide.
-        unmanaged_peak_bytes: without a budget.
-        unmanaged_seconds: time of the pass without a budget.
-        wait_seconds: of the pass, waited for copies.
-        recomputes: ops that ran again.
-        why: if infeasible.
-        least_bytes: the smallest budget that the policy can keep; 0: unknown.
-    """
-
-    policy: str
-    ratio: float
-    budget_bytes: int
-    feasible: bool
-    overhead: float | None
-    peak_bytes: int
-    lower_bound: float | None
-    seconds: float
-    unmanaged_peak_bytes: int
-    unmanaged_seconds: float
-    wait_seconds: float = 0.0
-    recomputes: int = 0
-    why: str = ""
-    least_bytes: int = 0
+    policy: str  # as it was asked for
+    ratio: float  # budget over the unmanaged peak
+    budget_bytes: int  # most bytes resident
+    feasible: bool  # whether the pass fits
+    overhead: float | None  # time over the unmanaged one's, None if infeasible
+    peak_bytes: int  # most bytes resident
+    lower_bound: float | None  # an overhead that no schedule can go below; None if it cannot be had (or none exists)
+    seconds: float  # time to decide
+    unmanaged_peak_bytes: int  # without a budget
+    unmanaged_seconds: float  # time of the pass without a budget
+    wait_seconds: float = 0.0  # of the pass, waited for copies
+    recomputes: int = 0  # ops that ran again
+    why: str = ""  # if infeasible
+    least_bytes: int = 0  # the smallest budget that the policy can keep; 0: unknown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

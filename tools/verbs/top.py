@@ -134,8 +134,7 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
 def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
     """Attaches to the named process, or to all, until the end of the block.
 
-    Raises:
-        UsageError: it cannot be reached, or there is none.
+    Raises `UsageError`: it cannot be reached, or there is none.
     """
     found: list[Attached] = []
     try:
@@ -183,8 +182,7 @@ def _on_output(driver: Any) -> Any:
 def _first_words(attached: list[Attached], *, detail: bool) -> list[Attached]:
     """Waits for the data of a first screen; a process that did not answer is not in the list.
 
-    Raises:
-        UsageError: no process answered.
+    Raises `UsageError`: no process answered.
     """
     wait(attached, ANSWER_SECONDS, lambda one: bool(one.watched.sample))
     for one in attached:

@@ -28,11 +28,8 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-#define MM_ABI_VERSION 3
 #define MM_UNLIMITED UINT64_MAX
 #define MM_UNIT 512  // bytes; blocks of more than 8 KiB are multiples of it
-
-int mm_abi_version(void);
 
 // ---- arena -----------------------------------------------------------------------------------------------------
 
@@ -92,7 +89,6 @@ int mm_arena_destroy(mm_arena*);
 
 void mm_arena_set_reclaim(mm_arena*, mm_reclaim_fn, void* user);
 void mm_arena_set_budget(mm_arena*, uint64_t budget_bytes);  // a smaller budget binds from the next allocation on
-void mm_arena_set_outside(mm_arena*, uint64_t outside_bytes);
 void mm_arena_add_outside(mm_arena*, int64_t delta);
 // Keeps room for bytes that will be counted as outside: no allocation gets it until the promise is taken back.
 void mm_arena_promise_outside(mm_arena*, int64_t delta);
@@ -101,10 +97,8 @@ void mm_arena_promise_outside(mm_arena*, int64_t delta);
 //   remap   MM_REMAP_FIRST: anywhere in the range; a request that finds no run goes further up (the default)
 //           MM_REMAP_LAST:  only within the budget's length of addresses; further up when reclaim has nothing to give
 //           MM_REMAP_NEVER: only there: how an arena behaves that owns its memory as one piece
-//   apart   1: blocks of the high side (mm_arena_alloc_at) are cut from the upper ends of runs, others from the lower
 enum { MM_REMAP_FIRST = 0, MM_REMAP_LAST = 1, MM_REMAP_NEVER = 2 };
-enum { MM_SIDE_LOW = 0, MM_SIDE_HIGH = 1 };
-void mm_arena_set_layout(mm_arena*, int remap, int apart);
+void mm_arena_set_layout(mm_arena*, int remap);
 
 // Places (places.h): memory for the blocks of periods that ask for the same blocks in the same order. It is arranged
 // once two such periods in a row were followed, and anew where many blocks do not get theirs. `follow` begins a period;
@@ -130,7 +124,6 @@ void mm_arena_at(mm_arena*, uint32_t position);
 // Alignment is 64 up to the small-block limit, 512 above. Size 0 returns NULL. NULL: out of budget after reclaim gave
 // up.
 void* mm_arena_alloc(mm_arena*, size_t bytes);
-void* mm_arena_alloc_at(mm_arena*, size_t bytes, int side);
 // Never calls reclaim and leaves at least `keep_free` bytes of the budget free: for prefetch.
 void* mm_arena_try_alloc(mm_arena*, size_t bytes, uint64_t keep_free);
 // The block's size after alignment, 0 when p is not the start of a live block.
@@ -156,7 +149,6 @@ typedef struct {
 void mm_arena_price(mm_arena*, const mm_price* prices, size_t n);
 // Forgets the block's price if its owner is `owner`. Returns 1 if so.
 int mm_arena_disown(mm_arena*, const void* p, const void* owner);
-void* mm_arena_owner(mm_arena*, const void* p);  // NULL: none
 void mm_arena_set_staleness_exponent(mm_arena*, double exponent);
 
 typedef struct {
@@ -164,19 +156,14 @@ typedef struct {
   void* owner;
   uint64_t bytes;
 } mm_victim;
-enum { MM_BY_SCORE = 0, MM_BY_DTE = 1, MM_BY_WINDOW = 2 };
 // The victims for a request of `request` bytes (after alignment) that is short of `need`, as reclaim gets them. Returns
 // how many, the first `capacity` of them in `out`; -1 when no choice reaches the goal. Releases no block: the caller
 // checks that the victims may be evicted, pins the others, and calls again. Where remap comes first, and for small
 // blocks, only `need` counts.
-int64_t mm_arena_choose(mm_arena*, int how, uint64_t need, uint64_t request, double now, mm_victim* out,
-                        size_t capacity);
+int64_t mm_arena_choose(mm_arena*, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity);
 
 // Gives pages of free blocks back to the system; keep_bytes stay for reuse. Returns the bytes given back.
 uint64_t mm_arena_trim(mm_arena*, uint64_t keep_bytes);
-// In a forked child: frees become no-ops, allocations return NULL, walks are empty, locks are fresh; blocks can be
-// read. Installed by the core itself with pthread_atfork; here for tests.
-void mm_arena_after_fork_in_child(mm_arena*);
 
 void mm_arena_stats_get(mm_arena*, mm_arena_stats* out);
 void mm_arena_reset_peak(mm_arena*);
@@ -187,9 +174,6 @@ void mm_arena_note_virtual(mm_arena*, int64_t delta);
 // While the sum of a thread's calls is above zero, its allocations would not exist without memmgr and raise no such
 // mark.
 void mm_own_work(int delta);
-// For a caller that measures op by op beside mm_arena_reset_peak: the run's unmanaged need now; *peak_bytes: the most
-// that it needed since the last call.
-uint64_t mm_arena_take_mark(mm_arena*, uint64_t* peak_bytes);
 uint64_t mm_arena_resident(mm_arena*);  // live + outside, one atomic read
 // Bytes of live blocks of MM_SMALL_FROM to below MM_SMALL_TO bytes: storages of that size are too small to be paged one
 // by one, and may be many. One atomic read.

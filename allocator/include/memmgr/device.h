@@ -35,7 +35,6 @@ typedef void* mm_stream;  // CUstream, which is cudaStream_t; NULL is the defaul
 // names). NULL with a text in err: no such library, or a function is missing. Loaded once per path; never unloaded.
 typedef struct mm_driver mm_driver;
 const mm_driver* mm_driver_load(const char* path, char* err, size_t err_len);  // path NULL: libcuda.so.1
-int mm_driver_device_count(const mm_driver*);                                  // negative: the driver's error
 
 // ---- a device's memory -----------------------------------------------------------------------------------------
 
@@ -61,10 +60,10 @@ int mm_device_broken(mm_device*, char* why, size_t length);
 // error. Only for mapped memory (else -1): plain memory is opened by the runtime's own call.
 int mm_device_allow(mm_device*, int peer_ordinal);
 
-// As mm_arena_alloc_at and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
+// As mm_arena_alloc and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
 // return. While `stream` is being captured into a graph there is no reclaim, no wait and no event: the memory is new,
 // or only this stream has touched it; else NULL.
-void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
+void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream);
 void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
 void mm_device_free(mm_device*, void* p);             // in stream order; never waits
 void mm_device_used(mm_device*, void* p, mm_stream);  // work on this stream uses the block, now or up to its end
@@ -186,9 +185,6 @@ mm_tier* mm_tier_open_host(mm_device*, uint64_t capacity_bytes, char* err, size_
 // mm_tier_bytes returns no bytes of the file. Injected errors are the file's.
 mm_tier* mm_tier_open_ladder(mm_device*, uint64_t host_bytes, const char* folder, uint64_t file_bytes,
                              uint64_t bytes_per_second, int workers, char* err, size_t err_len);
-// Later uses of the memory of this slot's operations come after them: the calling thread waits (a file), or no wait is
-// needed (the host tier: memory is reused in stream order). 0 or a negative errno.
-int mm_tier_order(mm_tier*, mm_slot);
 // Work put on `stream` from now on comes after the last operation of this slot: a read; before the first one the write
 // (so that the block that was written out may be overwritten). A file: the calling thread waits.
 int mm_tier_use(mm_tier*, mm_slot, mm_stream stream);

@@ -33,19 +33,18 @@ struct Options {
   bool prefetch = true;  // bytes may be read before an op needs them
   uint32_t sample = 64;  // without `verify` one cell in so many
   Order order = Order::kDtr;
-  int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of eviction
-  int remap = MM_REMAP_FIRST;  // the answer to a request that has its bytes but no run of them (MM_REMAP_*)
-  uint64_t slice_bytes = 0;    // of list ops (list_ops.h); 0: a share of the budget. For tests
-  bool apart = false;          // blocks that are expensive to make again lie at the other end (Coop, section 4.2)
+  bool window = false;       // a request without a run of addresses evicts neighbours; pages move if that does not help
+  bool search = false;       // victims for `window` are searched: the blocks have addresses, and there is a limit
+  uint64_t slice_bytes = 0;  // of list ops (list_ops.h); 0: a share of the budget. For tests
 };
 
 struct Counters {
   std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, packed{0}, offload_bytes{0}, clean_drops{0},
       reloads{0}, reload_bytes{0}, rematerialized_ops{0}, rematerializations{0}, remat_ns{0}, stall_ns{0}, room_ns{0},
-      own_ns{0}, reclaims{0}, adopted{0}, adopted_bytes{0}, escapes{0}, trials{0}, refused_kinds{0}, tier_errors{0},
-      copies_before_write{0}, trap_retries{0}, admission_waits{0}, retries{0}, foreign_writes{0}, unseen_ops{0},
-      cut_recipes{0}, reads_ahead{0}, writes_ahead{0}, late_reads{0}, planned_periods{0}, left_periods{0},
-      short_periods{0}, loop_turns{0}, slices{0}, pending_slices{0}, departures{0};
+      own_ns{0}, reclaims{0}, adopted_bytes{0}, escapes{0}, trials{0}, refused_kinds{0}, tier_errors{0},
+      copies_before_write{0}, trap_retries{0}, retries{0}, foreign_writes{0}, unseen_ops{0}, cut_recipes{0},
+      reads_ahead{0}, writes_ahead{0}, late_reads{0}, planned_periods{0}, left_periods{0}, short_periods{0},
+      loop_turns{0}, slices{0}, pending_slices{0}, departures{0};
   SumUnderLock recorded_ops;
   uint64_t ops_before = 0;  // ops that threads had counted when the budget opened (kernel_slots.h)
 };

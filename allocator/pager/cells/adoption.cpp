@@ -102,7 +102,6 @@ Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_
   }
   if (c->outside) {
     mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
-    session.counters.adopted++;
     session.counters.adopted_bytes += c->nbytes;
   }
   return c;

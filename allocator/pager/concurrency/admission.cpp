@@ -84,7 +84,6 @@ void Admitted::wait_for_admission(Session& session, bool alone) {
     return false;
   };
   if (C10_LIKELY(may_run())) return;
-  session.counters.admission_waits++;
   WithoutGil released;
   Hold lock(a.lock);
   a.waiting++;

@@ -113,10 +113,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin(*the_session.pool, info_);
   const uint64_t begun = ticks();
   Taking& here = taking();
-  if (outermost) {
-    here.begin_scratch();
-    here.side = info_->expensive ? MM_SIDE_HIGH : MM_SIDE_LOW;
-  }
+  if (outermost) here.begin_scratch();
   if (info_->seeded) drew = true;
   // No thread draws between the record of the generator's state and this op's draw.
   if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign) drawing_ = begin_drawing();

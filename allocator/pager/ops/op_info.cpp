@@ -388,8 +388,6 @@ void OpInfo::read_tables(const facts::NamedOp& row) {
   tells_stream = name == "aten::record_stream";
   for (const RawReader& raw : raw_readers())
     if (this->name() == std::string("aten::") + raw.name) reads_raw = raw.reads;
-  for (const char* part : {"convolution", "mm", "bmm", "addmv", "linear", "dot_product_attention", "lstm", "gru"})
-    expensive |= name.find(part) != std::string::npos;
 }
 
 void OpInfo::classify(const c10::FunctionSchema& schema, const facts::NamedOp& row) {

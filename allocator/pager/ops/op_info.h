@@ -67,10 +67,9 @@ struct OpInfo {
   bool collective = false;    // of c10d: it returns a Work
   bool tells_stream = false;  // reports to the allocator that a stream uses the block
   RawReads reads_raw = RawReads::kNone;
-  bool expensive = false;   // to run again, in Coop's sense: convolutions, products, and ops that consist of them
-  bool native = false;      // not torch's, with a C++ kernel: it may keep addresses
-  bool keeps = false;       // it may also read arguments of earlier calls
-  bool only_reads = false;  // torch's own outside aten, without a write or a message: ops of packed weights
+  bool native = false;             // not torch's, with a C++ kernel: it may keep addresses
+  bool keeps = false;              // it may also read arguments of earlier calls
+  bool only_reads = false;         // torch's own outside aten, without a write or a message: ops of packed weights
   bool adds_in_any_order = false;  // on accelerators
   bool races = false;              // on the CPU
   int in_order_unless = -1;        // position of the argument that must be true for any order; -1: none

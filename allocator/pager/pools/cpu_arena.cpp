@@ -41,7 +41,7 @@ struct ArenaAllocator final : c10::Allocator {
     if (!installed.load(std::memory_order_relaxed)) return previous->allocate(n);
     if (n == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
     Taking& here = taking();
-    void* block = mm_arena_alloc_at(arena, n, here.side);
+    void* block = mm_arena_alloc(arena, n);
     if (!block) room_maker.fail(*pool, n);
     return take(block, n, here);
   }

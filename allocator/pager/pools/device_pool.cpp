@@ -74,7 +74,7 @@ class DevicePool final : public Pool {
     std::optional<Wait> searching;  // no time of the op, and its points are none either
     if (large) searching.emplace();
     const int begun = C10_UNLIKELY(points != nullptr) ? mm_points_add(points, on) : -1;
-    void* block = mm_device_alloc(memory_, nbytes, on, here.side);
+    void* block = mm_device_alloc(memory_, nbytes, on);
     if (C10_UNLIKELY(points != nullptr)) here.searches.emplace_back(begun, mm_points_add(points, on));
     if (large) searching->end();
     if (!block) return nullptr;

@@ -12,7 +12,6 @@ namespace memmgr::pager {
 
 // How this thread's op takes memory, and the bytes that it has taken since `begin_scratch`.
 struct Taking {
-  int side = MM_SIDE_LOW;    // the side of large blocks, where sides differ
   int fill = -1;             // the byte that fills memory where the pool fills; below 0: none
   int64_t scratch = 0;       // bytes taken and not freed
   int64_t scratch_peak = 0;  // their high-water mark

@@ -146,7 +146,6 @@ Figures py_stats() {
   COUNTER(rematerializations)
   d.put("ops", ops_counted() - the_session.counters.ops_before);
   COUNTER(recorded_ops)
-  COUNTER(adopted)
   COUNTER(adopted_bytes)
   COUNTER(escapes)
   COUNTER(trials)
@@ -154,7 +153,6 @@ Figures py_stats() {
   COUNTER(tier_errors)
   COUNTER(copies_before_write)
   COUNTER(trap_retries)
-  COUNTER(admission_waits)
   COUNTER(retries)
   COUNTER(foreign_writes)
   COUNTER(unseen_ops)
@@ -173,7 +171,7 @@ Figures py_stats() {
   COUNTER(room_ns)
   COUNTER(own_ns)
 #undef COUNTER
-  uint64_t cells, pinned = 0, orphans = 0, evicted = 0, offloaded = 0, largest = 0;
+  uint64_t cells, pinned = 0, evicted = 0, offloaded = 0, largest = 0;
   struct {
     uint64_t resident = 0, below = 0, moved = 0;
   } of[kPurposes];
@@ -192,7 +190,6 @@ Figures py_stats() {
         exported.bytes += c->nbytes;
         exported.latest = c->escape;
       }
-      orphans += c->storage._unsafe_get_target() ? 0 : 1;
       largest = std::max(largest, c->nbytes);
       auto& its = of[static_cast<size_t>(c->purpose)];
       its.moved += c->moved_bytes;
@@ -217,7 +214,6 @@ Figures py_stats() {
   d.put("exported_cells", exported.cells);
   d.put("exported_bytes", exported.bytes);
   d.put("exported_why", static_cast<uint64_t>(exported.latest));
-  d.put("orphans", orphans);
   d.put("evicted_now_bytes", evicted);
   d.put("offloaded_now_bytes", offloaded);
   d.put("largest_cell_bytes", largest);

@@ -61,7 +61,6 @@ Figures py_tier_stats() {
   d.put("errors", t.errors);
   d.put("cpu_nanoseconds", t.cpu_nanoseconds);
   d.put("lock_nanoseconds", t.lock_nanoseconds);
-  d.put("lock_wait_nanoseconds", t.lock_wait_nanoseconds);
   d.put("direct", static_cast<uint64_t>(t.direct));
   return d;
 }

@@ -84,11 +84,10 @@ void open_tier(Pool* pool, const char* folder, uint64_t disk_bytes, uint64_t thr
   the_session.tier_has_file = pool->on_host() || folder;
 }
 
-// search: -1, or MM_BY_*: whether requests without a run of addresses choose victims for one. remap: MM_REMAP_*.
 void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint64_t disk_bytes, uint64_t throttle,
              uint64_t small_bytes, bool may_evict, bool may_offload, bool torture, bool verify, bool prefetch,
-             Order order, int search, int remap, bool apart, const std::string& device,
-             const std::optional<std::string>& driver, uint64_t host_bytes) {
+             Order order, bool window, const std::string& device, const std::optional<std::string>& driver,
+             uint64_t host_bytes) {
   const char* folder = text_or_null(tier_folder);
   TORCH_CHECK(!forked_child,
               "memmgr: this process was forked from one that has had a budget, and its memory is that one's: it can "
@@ -107,9 +106,8 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   o.verify = verify;
   o.prefetch = prefetch;
   o.order = order;
-  o.search = pool->has_addresses() ? search : -1;
-  o.remap = remap;
-  o.apart = apart;
+  o.window = window;
+  o.search = window && limit != MM_UNLIMITED && pool->has_addresses();
   the_session.options = o;
   least_born_bytes = small_bytes;
   {
@@ -118,7 +116,7 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   }
   the_session.pool = pool;
   the_session.arena = pool->arena;
-  mm_arena_set_layout(the_session.arena, o.remap, o.apart);
+  mm_arena_set_layout(the_session.arena, window ? MM_REMAP_LAST : MM_REMAP_FIRST);
   pool->set_budget(limit);
   pool->install();
   forget_askers();
@@ -262,7 +260,7 @@ void py_close() {
   stop_dropper();
   Py_END_ALLOW_THREADS;
   the_session.pool->uninstall();
-  mm_arena_set_layout(the_session.arena, MM_REMAP_FIRST, 0);
+  mm_arena_set_layout(the_session.arena, MM_REMAP_FIRST);
   if (the_session.tier) {
     finish_transfers(the_session);
     mm_tier_close(the_session.tier);
@@ -366,7 +364,7 @@ void py_use_plugin(uint64_t table) { use_plugin(reinterpret_cast<const mm_plugin
 void bind_budget(Module& m) {
   m.def<&py_open>("open",
                   "*, limit, folder, disk_bytes, throttle, small_bytes, may_evict, may_offload, torture, verify, "
-                  "prefetch, order, search, remap, apart, device, driver, host_bytes",
+                  "prefetch, order, window, device, driver, host_bytes",
                   "Opens a budget.");
   m.def<&py_close>("close", "", "Restores all cells, leaves ordinary tensors and closes the budget.");
   m.def<&py_adopt>("adopt", "tensor", "The bytes of the tensor's cell, which is made if need be; 0: it has none.");

@@ -62,10 +62,10 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   uint64_t released = room_sources.planned(session, want, request);
   bool refilled = false;
   if (released < want) room_sources.plan_is_short();
-  if (released < want && session.options.search >= 0) {
+  if (released < want && session.options.search) {
     released += reclaim_chosen(session, need, request);
     if (released > 0) return released;
-    if (session.options.remap == MM_REMAP_LAST && need == 0) return 0;  // new addresses help now, not bytes
+    if (session.options.window && need == 0) return 0;  // new addresses help now, not bytes
   }
   while (released < want) {
     Victim next;

@@ -183,8 +183,8 @@ std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need,
   for (int round = 0; round < kRounds; ++round) {
     int64_t n;
     const double now = seconds_of_ticks(ticks());
-    while ((n = mm_arena_choose(session.arena, session.options.search, need, request, now, found.data(),
-                                found.size())) > static_cast<int64_t>(found.size()))
+    while ((n = mm_arena_choose(session.arena, need, request, now, found.data(), found.size())) >
+           static_cast<int64_t>(found.size()))
       found.resize(static_cast<size_t>(n));
     if (n <= 0) return {};
     std::vector<Victim> claimed;
@@ -207,7 +207,7 @@ static void forget_cell_locked(Cell* c) {
   if (c->queued_at >= 0) victims->queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
   c->queued_at = -1;
   const Session& session = c->pool->session;
-  if (session.options.search >= 0 && session.arena && c->bytes.get()) mm_arena_disown(session.arena, block_of(c), c);
+  if (session.options.search && session.arena && c->bytes.get()) mm_arena_disown(session.arena, block_of(c), c);
 }
 static const ListensToCells forgets_victims({nullptr, &forget_cell_locked});
 

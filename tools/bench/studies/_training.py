@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from memmgr.tools.bench.cell import digest_of
 from memmgr.tools.bench.gpt import GPT, GPTConfig
@@ -32,10 +31,6 @@ class Run:
 
 def run_of(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
     return Run(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-
-def recomputed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def heavy(quick: bool) -> Run:

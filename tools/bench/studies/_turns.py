@@ -34,8 +34,7 @@ def take_turns(workload: Turning, pipe: Connection) -> int:
 def in_turns(systems: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], turns: int) -> dict[str, dict[str, Any]]:
     """Starts each `function(*arguments, pipe)`, which warms up, calls `take_turns` and sends a dict at its end.
 
-    Returns:
-        That dict by system, with its "turns". Of a system that cannot run: {"error": its last line}.
+    Returns that dict by system, with its "turns". Of a system that cannot run: {"error": its last line}.
     """
     context = multiprocessing.get_context("spawn")
     rows: dict[str, dict[str, Any]] = {}

@@ -139,8 +139,7 @@ def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
 def turns(systems: list[System], quick: bool, threads: int, steps: int) -> dict[str, dict[str, Any]]:
     """For each system: ratios to the first one, turn by turn, and its results.
 
-    Raises:
-        RuntimeError: a system cannot run.
+    Raises `RuntimeError`: a system cannot run.
     """
     rows = in_turns({system.name: (_train, (system, quick, threads)) for system in systems}, steps)
     for name, row in rows.items():

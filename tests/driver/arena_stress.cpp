@@ -1,8 +1,7 @@
 // Stress driver for the sanitizers: threads that allocate, free, reclaim, trim and offload against one arena and one
-// tier, with invariants checked on the way. Built with -DMEMMGR_STRESS=ON; run it under -DMEMMGR_SANITIZE=address,
-// thread.
+// tier, with invariants checked on the way (test_sanitizers.py).
 //
-//   memmgr_stress [seconds] [folder for the tier]
+//   arena_stress [seconds] [folder for the tier]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -67,8 +66,7 @@ uint64_t ReclaimChosen(Shared* shared, uint64_t need, uint64_t request) {
   {
     std::lock_guard hold(shared->mutex);
     std::vector<mm_victim> victims(shared->vault.size() + 1);
-    const int64_t n = mm_arena_choose(shared->arena, static_cast<int>(request / 512 % 3), need, request, 2.0,
-                                      victims.data(), victims.size());
+    const int64_t n = mm_arena_choose(shared->arena, need, request, 2.0, victims.data(), victims.size());
     Expect(n <= static_cast<int64_t>(victims.size()), "a search found blocks that nobody parked");
     for (int64_t i = 0; i < n; ++i) {
       const auto found = std::find_if(shared->vault.begin(), shared->vault.end(),
@@ -148,8 +146,7 @@ void Work(Shared* shared, int seed) {
   while (!shared->stop) {
     ++shared->rounds;
     const auto bytes = static_cast<size_t>(std::exp2(exponent(dice)));
-    void* p = dice() % 8 == 0 ? mm_arena_try_alloc(shared->arena, bytes, bytes)
-                              : mm_arena_alloc_at(shared->arena, bytes, dice() % 2);
+    void* p = dice() % 8 == 0 ? mm_arena_try_alloc(shared->arena, bytes, bytes) : mm_arena_alloc(shared->arena, bytes);
     Expect(mm_arena_resident(shared->arena) <= kBudget, "over the budget");
     if (p == nullptr) {
       ++shared->refused;
@@ -214,7 +211,7 @@ int main(int argc, char** argv) {
   shared.tier = mm_tier_open(folder, 0, 0, 2, text, sizeof text);
   if (shared.arena == nullptr || shared.tier == nullptr) Fail(text);
   mm_arena_set_reclaim(shared.arena, Reclaim, &shared);
-  mm_arena_set_layout(shared.arena, MM_REMAP_LAST, 1);
+  mm_arena_set_layout(shared.arena, MM_REMAP_LAST);
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i) threads.emplace_back(Work, &shared, i + 1);
   threads.emplace_back(ForkOften, &shared);

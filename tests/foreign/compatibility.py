@@ -1,7 +1,7 @@
 """Trains a little with each framework, in processes of their own, and writes docs/compatibility.md.
 
-    python tools/house/compatibility.py                   # all of them; `make compatibility` installs them first
-    python tools/house/compatibility.py --only ddp lora   # some, shown and not written
+    python tests/foreign/compatibility.py                   # all of them; `make compatibility` installs them first
+    python tests/foreign/compatibility.py --only ddp lora   # some, shown and not written
 
 Each check runs three times in one process: plain, in a budget without a limit that measures, and in one that is two
 fifths of the way from the floor to its need. Exit code 1 if a check has other bits, or exceeds its budget.
@@ -24,16 +24,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from _compatibility_checks import CHECKS, Check, Left, Scope
+from compatibility_checks import CHECKS, Check, Left, Scope
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
-NEXT_SECTION = "\n## "  # other people's tests, which tests/foreign/run.py writes
+NEXT_SECTION = "\n## "  # other people's tests, which run.py writes
 SHARE = 0.4  # of the way from the floor to the need
 TIMEOUT_SECONDS = 300
 HEAD = """# Compatibility
 
-<!-- Made by tools/house/compatibility.py: `make compatibility`. -->
+<!-- Made by tests/foreign/compatibility.py: `make compatibility`. -->
 
 Each row is a small training in a process of its own: once plain, once in a budget that is {share} % of the way from its floor to
 its need. *Same bits* compares losses and parameters. *Evictions* counts the tensors that were evicted or offloaded in the

@@ -1,79 +1,17 @@
-"""Checks of memmgr's allocator on a GPU, each in a process of its own: `python -P cuda_probe.py NAME ...`, by path, so
-that no module of memmgr is imported before the program imports it. Prints one line of JSON.
-
-    answers                 every question that a script may ask torch.cuda about memory, under memmgr's allocator
-    train ORDER [BUDGET]    a convnet, deterministic. ORDER: native, environment, first, late (the model before the import)
-    speed                   host time of an allocation and its free, and of mapping pages
+"""Each question that a script may ask torch.cuda about memory, under memmgr's allocator: `python -P answers.py`, by path, so that
+no module of memmgr is imported before this one imports it. Prints one line of JSON, by check "ok" or the error.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import hashlib
 import json
 import pickle
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def train(order: str, budget_bytes: int) -> dict[str, Any]:
-    """Three steps; the digest is of all parameters and buffers."""
-    import torch
-    from torch import nn
-
-    if order == "first":
-        import memmgr
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for index in range(6):
-        layers += [nn.Conv2d(3 if index == 0 else 32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Dropout(0.1), nn.Linear(2048, 10)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if order == "late":
-        import memmgr
-    opened: Any = contextlib.nullcontext()
-    if order in ("first", "late"):
-        opened = memmgr.budget(budget_bytes, quiet=True)
-    losses = []
-    with opened:
-        for step in range(3):
-            torch.manual_seed(step)
-            batch = torch.randn(32, 3, 64, 64, device="cuda")
-            target = torch.randint(0, 10, (32,), device="cuda")
-            loss = nn.functional.cross_entropy(model(batch), target)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.cpu().numpy().tobytes())
-    stats = {}
-    if "memmgr.api.budget" in sys.modules:
-        stats = {key: value for key, value in sys.modules["memmgr"].stats().items() if isinstance(value, int | float)}
-    return {
-        "digest": digest.hexdigest(),
-        "losses": losses,
-        "allocator": torch.cuda.get_allocator_backend(),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
-        "stats": stats,
-    }
-
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def figures(torch: Any) -> None:
@@ -252,67 +190,5 @@ def answers() -> dict[str, str]:
     return found
 
 
-# ---- speed -----------------------------------------------------------------------------------------------------------
-
-
-class _DeviceStats(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "waits cross_reuses synchronizations maps unmaps map_nanoseconds unmap_nanoseconds streams pools driver_errors"
-        ).split()
-    )
-
-
-def speed(with_memmgr: bool) -> dict[str, Any]:
-    """Nanoseconds; `torch.empty` and its end, which is mostly torch's own time: compare with the other allocator."""
-    import torch
-
-    if with_memmgr:
-        import memmgr  # noqa: F401
-    torch.cuda.init()
-    found: dict[str, Any] = {"allocator": torch.cuda.get_allocator_backend()}
-    for label, size in (("512 B", 512), ("1 MiB", MIB), ("64 MiB", 64 * MIB)):
-        rounds = []
-        for _ in range(15):
-            begun = time.perf_counter_ns()
-            for _ in range(1000):
-                torch.empty(size, dtype=torch.uint8, device="cuda")
-            rounds.append((time.perf_counter_ns() - begun) / 1000)
-        found[label] = statistics.median(rounds)
-    fresh = []
-    for _ in range(8):
-        torch.cuda.empty_cache()
-        begun = time.perf_counter_ns()
-        torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
-        fresh.append((time.perf_counter_ns() - begun) / 1e6)
-    found["512 MiB, new, ms"] = statistics.median(fresh)
-    if with_memmgr:
-        from memmgr.native import cuda as allocator
-        from memmgr.native.build import load_core
-
-        stats, core = _DeviceStats(), load_core()
-        core.mm_device_stats_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        core.mm_device_stats_get.restype = None
-        error = ctypes.create_string_buffer(256)
-        core.mm_device_stats_get(allocator.table().device(0, error, len(error)), ctypes.addressof(stats))
-        found["map, us a page"] = stats.map_nanoseconds / 1e3 / max(1, stats.maps)
-        found["unmap, us a page"] = stats.unmap_nanoseconds / 1e3 / max(1, stats.unmaps)
-    return found
-
-
-def main(argv: list[str]) -> int:
-    """Runs one probe."""
-    name, *rest = argv
-    if name == "train":
-        result: dict[str, Any] = train(rest[0], int(rest[1]) if len(rest) > 1 else 0)
-    elif name == "answers":
-        result = dict(answers())
-    else:
-        result = speed(rest != ["native"])
-    print(json.dumps(result))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print(json.dumps(answers()))
