@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.config.sizes import show_size
+from memmgr.config.sizes import round_up, show_size
 from memmgr.native import binding
 from memmgr.observe import rehearsal
 from memmgr.observe.error_text import NAMED_KINDS, NAMED_MODULES, HeldBytes, Spent, failed_tier, torchs_own_words
@@ -157,6 +157,7 @@ def test_an_error_in_backward_is_ours_too() -> None:
         with pytest.raises(memmgr.BudgetError) as caught:
             y.backward()
         check_error(caught.value, 20 * MB)
+        assert "a margin for the ops of the backward that have not run" in str(caught.value)
 
 
 def test_without_grad_mode_too() -> None:
@@ -242,6 +243,7 @@ def test_before_a_forward_it_says_at_least_and_counts_what_an_optimizer_will_add
     error = _opened_too_small(6 * MB, model)
     text = str(error)
     assert "A budget of at least" in text and "should do for a whole step" not in text, "no op has been seen"
+    assert error.enough_bytes == round_up(error.floor_bytes), "the least is a floor, without an estimate"
     assert any("Still to come: " in said for said in error.details) and "Still to come" not in text
     (named,) = re.findall(r"\((\d+) bytes\)", text)
     assert int(named) >= 4 * bytes_of(model), "gradients and two moments"
