@@ -190,6 +190,7 @@ def test_short_runs(tmp_path: Path, samples: int) -> None:
     found = [lines.hello(budget_bytes=2**64 - 1), *(lines.sample(i, budget_bytes=2**64 - 1) for i in range(samples))]
     log = lines.written(tmp_path / "run.jsonl", [*found, lines.end(budget_bytes=2**64 - 1)])
     said = " ".join(Page(report(tmp_path, str(log))).words)
+    assert " time 0 " in said
     assert "with a budget of 12 MB or more" in said and "would remove" not in said
 
 
