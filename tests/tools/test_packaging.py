@@ -256,6 +256,13 @@ def test_the_linter_refuses_a_second_copy_of_a_module(statement: str) -> None:
     assert "TID251" in done.stdout
 
 
+def test_help_has_every_target_in_a_group() -> None:
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = re.findall(r"^  ([a-z-]+) ", said, re.MULTILINE)
+    assert sorted(shown) == sorted(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert re.findall(r"^[a-z].*:$", said, re.MULTILINE) == ["try it:", "work on it:", "check it:", "release it:"]
+
+
 def test_no_test_module_is_the_second_copy() -> None:
     """The linter prevents a second copy; it would show here, from any source."""
     for name in ("policies", "tools"):
