@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,12 @@ def test_the_linter_refuses_a_second_copy_of_a_module(statement: str) -> None:
     )
     assert done.returncode == 1
     assert "TID251" in done.stdout
+
+
+def test_the_metadata_has_the_licence() -> None:
+    """As an expression (PEP 639), which pip 26.3 shows, and 23.2 does not."""
+    found = metadata("memmgr")
+    assert (found["License-Expression"], found["License-File"]) == ("Apache-2.0", "LICENSE")
 
 
 def test_help_has_every_target_in_a_group() -> None:
