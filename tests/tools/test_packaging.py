@@ -198,7 +198,7 @@ def test_every_variable_that_the_code_reads_is_known_and_has_a_row() -> None:
     assert "MEMMGR_CUDA_MEMORY" in read  # read through a name of ours
     known = variables.VARIABLES | variables.OF_TESTS
     assert read == known, read ^ known
-    page = (ROOT / "docs" / "tuning.md").read_text()
+    page = (ROOT / "docs" / "variables.md").read_text()
     assert set(re.findall(r"^\| `(MEMMGR_[A-Z_]+)` \|", page, re.MULTILINE)) == variables.VARIABLES
 
 
