@@ -302,7 +302,7 @@ def _show(found: Outlook, on: _On, took: float) -> None:
             )
         return
     print(f"budget     {budget}: fits, {show_seconds(found.seconds)} a step, {found.overhead:.3f}x", end="")
-    print(f" (no schedule below {found.lower_bound:.3f}x)" if found.lower_bound is not None else "")
+    print(f" (no method below {found.lower_bound:.3f}x)" if found.lower_bound is not None else "")
     if not (found.written_bytes or found.read_bytes or found.remade_bytes):
         print("           everything stays in memory")
     rows = [
