@@ -217,14 +217,13 @@ def _axis(points: Sequence[Point], shown: Sequence[Column], room: int, glyphs: G
     axis = [" "] * room
     for seconds, _ in ends:
         axis[max(0, bisect_left(begins, seconds) - 1)] = glyphs.ended
-    label = "" if not every else "a pass" if every == 1 else f"{every:,} passes"
+    label = "" if not every else f"{glyphs.ended} a pass" if every == 1 else f"{glyphs.ended}{every:,} passes"
     if len(shown) > 1:
         ago, last = f"{show_seconds(shown[-1].end - shown[0].begin)} ago ", min(len(shown), room - len(NOW))
         axis[max(0, last) : last + len(NOW)] = NOW[: room - max(0, last)]
         if len(ago) <= last:
             axis[: len(ago)] = ago
-    sign = f"{label} {glyphs.ended}" if label and len(label) < 8 else label
-    return [(f"{sign:>9} " + "".join(axis), SOFT)]
+    return [(f"{label:>9} {''.join(axis)}"[: 10 + room], SOFT)]
 
 
 def _cell(column: Column, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
