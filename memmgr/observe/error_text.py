@@ -286,14 +286,18 @@ class Spent:
         if modules:
             said += f" (largest modules: {modules})"
         said = f"{said}. Floor so far: {self.size(round_up(self.floor_bytes, binary=self.binary))}."
-        exports = self.exports
-        if exports.count <= 1:
+        exports, more = self.exports, ""
+        if not exports.grow:
             return said
-        more = "" if exports.left is None else f" Its loop has {exports.left} more to come."
+        what = (
+            f"addresses of {exports.count} tensors that hold" if exports.count > 1 else "address of a tensor that holds"
+        )
+        if exports.left is not None:
+            more = f" Its loop has {exports.left} more to come."
+        copy = ", and a copy (`.numpy().copy()`) takes none" if exports.by == "NumPy" else ""
         return (
-            f"{said}\n{exports.by} has the addresses of {exports.count} tensors that hold {self.size(exports.nbytes)}. They stay "
-            f"in memory while it has them: each further one takes about {self.size(exports.each_bytes)} more, and a copy "
-            f"(`.numpy().copy()`) takes none.{more}"
+            f"{said}\n{exports.by} has the {what} {self.size(exports.nbytes)}. Such tensors stay in memory: each further one "
+            f"takes about {self.size(exports.each_bytes)} more{copy}.{more}"
         )
 
     def _details(self) -> list[str]:
