@@ -23,7 +23,15 @@ import memmgr
 from memmgr.config.sizes import round_up, show_size
 from memmgr.native import binding
 from memmgr.observe import rehearsal
-from memmgr.observe.error_text import NAMED_KINDS, NAMED_MODULES, HeldBytes, Spent, failed_tier, torchs_own_words
+from memmgr.observe.error_text import (
+    NAMED_KINDS,
+    NAMED_MODULES,
+    Exports,
+    HeldBytes,
+    Spent,
+    failed_tier,
+    torchs_own_words,
+)
 
 from .in_backward import in_backward
 from .there import bytes_already_there
@@ -382,6 +390,19 @@ def test_four_kinds_and_two_modules_are_named() -> None:
     assert (NAMED_KINDS, NAMED_MODULES) == (4, 2)  # as the page of errors says
     assert [i for i in range(6) if f"kind {i} " in text] == [0, 1, 2, 3] and "2 other kinds 9 MB" in text, text
     assert "(largest modules: Module0 9 MB, Module1 8 MB)" in text, text
+
+
+def test_a_copy_is_advised_where_numpy_has_the_address() -> None:
+    held = HeldBytes({"other tensors": 5 * MB}, [], 0)
+    for by, copies in (("NumPy", True), ("DLPack", False)):
+        for count, words in (
+            (1, "the address of a tensor that holds 2 MB"),
+            (2, "the addresses of 2 tensors that hold 2 MB"),
+        ):
+            spent = Spent("Words.", held, budget_bytes=MB, exports=Exports(count, 2 * MB, by, grow=True))
+            text = str(spent.error())
+            assert f"{by} has {words}. Such" in text and ("`.numpy().copy()`" in text) == copies, text
+    assert "DLPack" not in str(Spent("Words.", held, budget_bytes=MB, exports=Exports(2, MB, "DLPack")).error())
 
 
 def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:

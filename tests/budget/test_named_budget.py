@@ -580,7 +580,7 @@ PROGRAMS: dict[str, tuple[float, Callable[[], Any], str]] = {
     "a list": (
         13,
         lambda: (torch.ones(2_000_000).numpy(), torch.tensor([0.5] * 2_000_000)),
-        "NumPy has the address of a tensor that holds 8 MB",
+        "This request needs 16 MB",
     ),
 }
 
