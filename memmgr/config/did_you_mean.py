@@ -10,16 +10,17 @@ LEAST_PART = 3
 """A part of so many letters is one of too many words."""
 
 
-def meant(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
-    """`; did you mean 'budget'?`, to go behind an error; nothing where no word is near, or a part of it. Case does not matter.
+def meant(word: str, known: Iterable[str], cutoff: float = 0.7, *, parts: bool = False) -> str:
+    """`; did you mean 'budget'?`, to go behind an error; nothing where no word is near. Case does not matter.
 
     Args:
         cutoff: how like it a word has to be, from 0 to 1 (difflib's ratio): more, where all have a beginning in common.
+        parts: a name that shares a part with the word is near, too: for names without a part in common.
     """
     word, names = word.lower(), {one.lower(): one for one in known}
     near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
     near = near or [name for name in names if sorted(name) == sorted(word)]  # two letters of a short one are exchanged
-    for is_near in (_is_within, _has_a_part_of):
+    for is_near in (_is_within, _has_a_part_of) if parts else ():
         near = near or [name for name in names if is_near(name, word)]
     return f"; did you mean {' or '.join(repr(names[name]) for name in near[:2])}?" if near else ""
 

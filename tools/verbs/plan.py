@@ -152,7 +152,7 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
         if name not in (*DEVICES, _CPU) and not name.endswith(".json"):
             known = (*DEVICES, _CPU)
             raise UsageError(
-                f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known, 0.9)}"
+                f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known, 0.9, parts=True)}"
             )
         if name.endswith(".json"):
             read_rates(Path(name))
