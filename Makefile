@@ -27,8 +27,15 @@ GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0)
 
 .PHONY: help setup demo docs test says-test test-fast says-test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
 
+# In order of use; a word with a colon is a heading.
+HELP := try-it: demo docs gpu-check \
+  work-on-it: setup test-fast format lint api stub compiled clangd locks measures clean \
+  check-it: test test-ops test-all test-sanitized soak check-units check-locks check-headers test-foreign compatibility bench \
+  release-it: release-check wheel wheels gpu-bundle
+
 help:
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@for t in $(HELP); do case $$t in *:) echo "$${t//-/ }";; *) \
+	  grep -E "^$$t:.*## " Makefile | sed -E 's/^/  /; s/:.*## /\t/' | expand -t 18;; esac; done
 
 # ---- set-up -----------------------------------------------------------------------------------------------------
 

@@ -169,8 +169,8 @@ class budget:
             run each op twice at first use in every size (else 32 sizes of it suffice for the sizes in between).
         prefetch: False reads no tensor back before an op needs it. It shows the gain of reading ahead.
         lines: record the source line and the module of every large tensor, for `memmgr.explain`: about a microsecond for each,
-            and some for each call of a module. By default lines are recorded in some passes only, and modules where the
-            telemetry has a reader or a log.
+            and some for each call of a module. By default lines are recorded in some passes, and in all while the telemetry has
+            a reader; modules where it has a reader or a log.
         quiet: no summary line at the end.
         log: a file for the telemetry stream (JSON, an object a line), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
@@ -469,11 +469,14 @@ def explain(top: int = 10) -> Explanation:
 
     Known limitations: tensors under 64 KiB are one sum. Lines are recorded in the first two passes and then in ever fewer,
     unless `budget(lines=True)` asks for all; a tensor of another pass has the lines of those like it, which may be several.
-    A tensor that a backward made has the line that called it. Parameters that are older than the budget have no line.
+    A tensor that a backward made has the line that called it. Parameters that are older than the budget have no line. Without
+    `budget(lines=True)`, a log or a reader, the module of an activation is the function that its line is in.
     """
     if _current is None:
+        ended = "the last one is closed, and its tensors are not followed any longer (`memmgr.stats()` has its figures)"
         raise RuntimeError(
-            "memmgr: explain() needs an open budget: call it inside `with memmgr.budget(...)`, after some steps"
+            f"memmgr: explain() needs an open budget: {ended if _last else 'none was opened'}. "
+            "Call it inside `with memmgr.budget(...)`, after some steps"
         )
     return _current.explain(top)
 

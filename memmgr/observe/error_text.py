@@ -110,12 +110,14 @@ class Exports:
         nbytes: the bytes that they hold.
         by: the holder of the last one's address.
         left: how many are still to come; None: not known.
+        grow: they outlive the turn of the loop that made them, as far as it is known.
     """
 
     count: int = 0
     nbytes: int = 0
     by: str = ""
     left: int | None = None
+    grow: bool = False
 
     @property
     def each_bytes(self) -> int:
@@ -123,9 +125,14 @@ class Exports:
         return self.nbytes // max(1, self.count)
 
     @property
+    def coming(self) -> int:
+        """The further exports for which the named budget has room."""
+        return MORE * self.count if self.left is None else self.left
+
+    @property
     def coming_bytes(self) -> int:
-        """The bytes to add for exports still to come."""
-        return MORE * self.nbytes if self.left is None else self.left * self.each_bytes
+        """The bytes of those."""
+        return self.coming * self.each_bytes
 
 
 @dataclass(frozen=True)
@@ -279,13 +286,18 @@ class Spent:
         if modules:
             said += f" (largest modules: {modules})"
         said = f"{said}. Floor so far: {self.size(round_up(self.floor_bytes, binary=self.binary))}."
-        exports = self.exports
-        if exports.count <= 1:
+        exports, more = self.exports, ""
+        if not exports.grow:
             return said
-        more = "" if exports.left is None else f" Its loop has {exports.left} more to come."
+        what = (
+            f"addresses of {exports.count} tensors that hold" if exports.count > 1 else "address of a tensor that holds"
+        )
+        if exports.left is not None:
+            more = f" Its loop has {exports.left} more to come."
+        copy = ", and a copy (`.numpy().copy()`) takes none" if exports.by == "NumPy" else ""
         return (
-            f"{said}\n{exports.by} has the addresses of {exports.count} tensors that hold {self.size(exports.nbytes)}. They stay "
-            f"in memory while it has them: each further one takes about {self.size(exports.each_bytes)} more.{more}"
+            f"{said}\n{exports.by} has the {what} {self.size(exports.nbytes)}. Such tensors stay in memory: each further one "
+            f"takes about {self.size(exports.each_bytes)} more{copy}.{more}"
         )
 
     def _details(self) -> list[str]:
@@ -337,21 +349,15 @@ class Spent:
         enough = max(floor, step, self.untried_bytes) if known or self.there_bytes or held.step_bytes else floor
         if not trained and not self.there_bytes and not coming.rehearsed:
             enough = max(enough, floor + MORE * op.result_bytes)
-        if not trained and op.result_bytes:
+        if op.result_bytes and (exports.grow or not trained):
             enough += kept + exports.coming_bytes
-        grows = exports.count > 1
-        calls = 0 if grows else coming.calls
+        calls = 0 if exports.count > 1 else coming.calls
         if calls:  # concatenating reads all results and makes as many bytes
             enough = max(enough, int(SPARE * 2 * calls * coming.returns_bytes))
-        more = []
-        if grows and not trained:
-            room = f"{MORE} times as many more of them" if exports.left is None else "all of them"
-            more.append(f"The named budget leaves room for {room}.")
-        if kept:
-            more.append(
-                f"The {self.size(kept)} that are kept cannot be offloaded without a tier: there is room for as much again."
-            )
-        return round_up(enough + self.hidden_bytes, binary=self.binary), more
+        kept_too = (
+            f"The {self.size(kept)} that are kept cannot be offloaded without a tier: there is room for as much again."
+        )
+        return round_up(enough + self.hidden_bytes, binary=self.binary), [kept_too] * (kept > 0)
 
     def _advice(self) -> tuple[int, str, tuple[str, ...]]:
         """The budget that is named, in bytes, the line that names it, and the sentences of `memmgr doctor --explain`."""
@@ -365,18 +371,38 @@ class Spent:
             before = f"More {tier}, not more budget: a {tier} tier of {self.size(self.tier_bytes)} ({option}). "
             without = "Without that a"
         if self._known(coming):
-            calls = 0 if self.exports.count > 1 else coming.calls
-            them = f", and to put together what {calls} of them return" if calls > 1 else ""
-            use = f"this call of {coming.call}{them}; what comes after it is not known." if coming.call else ""
-            return enough, f"{before}{without} {named} should do for {use or 'a whole step.'}", details
+            return enough, f"{before}{without} {named} should do for {self._use(coming)}", details
         op, floor = self.op, self.floor_bytes
         measure = "`memmgr run` without --budget measures what it needs."
         if op.result_bytes and not self.there_bytes:
             least = op.need_bytes if op.need_bytes > self.budget_bytes else floor
             needs = self.size(round_up(least + self.hidden_bytes, binary=self.binary))
             what = f"This op ({op.name})" if op.name else "This request"
-            said = f"{what} needs {needs}. {before}{without} {named} should do for it and for ops on results like its own; "
-            return enough, f"{said}the rest of the run may need more. {measure}", details
-        named = named.replace("budget of", "budget of at least", 1)
+            said = (
+                f"{what} needs {needs}. {before}{without} {named} should do for it{self._such} and for ops on results "
+            )
+            return enough, f"{said}like its own; the rest of the run may need more. {measure}", details
+        least = round_up(floor + self.hidden_bytes, binary=self.binary)
+        named = f"budget of at least {self.size(least)} ({least} bytes)"
         said = f"{before}{without} {named} is needed, and the rest of the run may need more: "
-        return enough, f"{said}what its largest op takes is known where a forward has begun. {measure}", details
+        return least, f"{said}what its largest op takes is known where a forward has begun. {measure}", details
+
+    @property
+    def _such(self) -> str:
+        """The exports for which the named budget has room."""
+        return f" and for {self.exports.coming} more such tensors" if self.exports.grow else ""
+
+    def _use(self, coming: Ahead) -> str:
+        """The use of the named budget, where the largest op is known or estimated."""
+        exports = self.exports
+        calls = 0 if exports.count > 1 else coming.calls
+        them = self._such or (f", and to put together what {calls} of them return" if calls > 1 else "")
+        rest = "what comes after it is not known" if coming.call else ""
+        if exports.grow and exports.left is None:
+            rest = "a loop that makes still more needs more"
+        use = (
+            (f"this call of {coming.call}" if coming.call else "a whole step") + them + (f"; {rest}." if rest else ".")
+        )
+        if not coming.call and not coming.rehearsed and coming.op_bytes > self.floor_bytes:
+            use += " Part of it is a margin for the ops of the backward that have not run."
+        return use

@@ -188,7 +188,8 @@ class Explainer:
         left = None
         if loop is not None:  # this turn's is not exported yet
             left = (loop.left + 1) * max(1, round(count / loop.done) if loop.done else 1)
-        return Exports(count, now["exported_bytes"], by, left) if by else Exports()
+        grow = count > 0 and (not self._trains() or self._passes.count < 2 or self._passes.exports_grow)
+        return Exports(count, now["exported_bytes"], by, left, grow) if by else Exports()
 
     def _hidden_bytes(self, held: HeldBytes) -> int:
         """Bytes of the device's allocator that no tensor has: cuBLAS takes 32 MiB and more for each stream."""

@@ -42,6 +42,7 @@ class Passes:
     `checkpoint_seconds` are those in which the program ran ops again inside backward by itself: where grad mode is
     switched on there, as activation checkpointing does. `forward_floor_bytes` and `backward_floor_bytes` are the
     floor where the last backward began, and where it ended; `steps_before`: how often an optimizer had stepped by then.
+    `exports_grow`: tensors whose addresses others have were more where it ended than where the one before did.
     `in_several_threads`: more than one has begun a backward.
     """
 
@@ -62,6 +63,8 @@ class Passes:
         self.resident_peak = 0
         self.unmanaged_peak = 0
         self.forward_floor_bytes = self.backward_floor_bytes = self.steps_before = 0
+        self._exports = 0
+        self.exports_grow = False
 
     @property
     def in_backward(self) -> bool:
@@ -101,17 +104,19 @@ class Passes:
         return self._native.around(original, enter)
 
     def _end(self, turned: float, completed: bool) -> None:
-        now = time.perf_counter()
+        ended_at = time.perf_counter()
         with self._lock:
             self._under_way -= 1
             peaks = self._native.end_pass()
-            self.backward_floor_bytes = self._native.stats()["floor_bytes"]
+            now = self._native.stats()
+            self.backward_floor_bytes = now["floor_bytes"]
+            self.exports_grow, self._exports = now["exported_cells"] > self._exports, now["exported_cells"]
             self.steps_before = self._steps()
             self.resident_peak = max(self.resident_peak, peaks["resident"])
             self.unmanaged_peak = max(self.unmanaged_peak, peaks["unmanaged"])
             forward = max(0.0, turned - self._begun)
-            ended = Pass(peaks["resident"], peaks["unmanaged"], forward, now - turned, completed)
-            self._begun = now
+            ended = Pass(peaks["resident"], peaks["unmanaged"], forward, ended_at - turned, completed)
+            self._begun = ended_at
             self.count += 1
             self.seconds += ended.forward_seconds + ended.backward_seconds
         self._ended(ended)

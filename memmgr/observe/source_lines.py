@@ -1,7 +1,7 @@
 """Source lines: the ops that are recorded with the line that called them, and the lines in words.
 
 The pager looks a line up when an op has made a large tensor: about a microsecond. By default it does so in some passes
-only: the first two, and those whose number is a power of two.
+only: the first two, those whose number is a power of two, and those in which the telemetry has a reader.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class TakenLines:
         """A budget opens: its first pass is recorded."""
         self._native.take_lines(lines=Lines.OF_ALL, log=True, folders=skipped_folders())
 
-    def ended_pass(self, count: int) -> None:
-        """A pass has ended; the next one has this number, counted from 0."""
-        on = self._always or count & (count - 1) == 0
+    def ended_pass(self, count: int, *, watched: bool) -> None:
+        """A pass has ended; the next one has this number, counted from 0. `watched`: the telemetry has a reader."""
+        on = self._always or watched or count & (count - 1) == 0
         self._native.take_lines(lines=Lines.OF_ALL if on else Lines.OF_MARKED_OPS, log=on, folders=skipped_folders())
 
     def end(self) -> None:

@@ -264,7 +264,7 @@ class PagerRuntime:
             ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
         )
         self._purposes.ended_pass(self.passes.count)
-        self._lines.ended_pass(self.passes.count)
+        self._lines.ended_pass(self.passes.count, watched=self.telemetry.watched)
         if self._look_for_leaks() and not self._told_leak:
             self._tell_leak()
         if self._final is None:  # another thread's, while the budget closes

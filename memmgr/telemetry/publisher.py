@@ -114,6 +114,11 @@ class Telemetry:
         """Where the log is, once there is one."""
         return self._log.path if self._log is not None else None
 
+    @property
+    def watched(self) -> bool:
+        """A reader is connected; a log is none."""
+        return bool(self._readers)
+
     # -- in the training threads --
 
     def start(self) -> None:

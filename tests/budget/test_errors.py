@@ -20,10 +20,18 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr.config.sizes import show_size
+from memmgr.config.sizes import round_up, show_size
 from memmgr.native import binding
 from memmgr.observe import rehearsal
-from memmgr.observe.error_text import NAMED_KINDS, NAMED_MODULES, HeldBytes, Spent, failed_tier, torchs_own_words
+from memmgr.observe.error_text import (
+    NAMED_KINDS,
+    NAMED_MODULES,
+    Exports,
+    HeldBytes,
+    Spent,
+    failed_tier,
+    torchs_own_words,
+)
 
 from .in_backward import in_backward
 from .there import bytes_already_there
@@ -157,6 +165,7 @@ def test_an_error_in_backward_is_ours_too() -> None:
         with pytest.raises(memmgr.BudgetError) as caught:
             y.backward()
         check_error(caught.value, 20 * MB)
+        assert "a margin for the ops of the backward that have not run" in str(caught.value)
 
 
 def test_without_grad_mode_too() -> None:
@@ -242,6 +251,7 @@ def test_before_a_forward_it_says_at_least_and_counts_what_an_optimizer_will_add
     error = _opened_too_small(6 * MB, model)
     text = str(error)
     assert "A budget of at least" in text and "should do for a whole step" not in text, "no op has been seen"
+    assert error.enough_bytes == round_up(error.floor_bytes), "the least is a floor, without an estimate"
     assert any("Still to come: " in said for said in error.details) and "Still to come" not in text
     (named,) = re.findall(r"\((\d+) bytes\)", text)
     assert int(named) >= 4 * bytes_of(model), "gradients and two moments"
@@ -380,6 +390,19 @@ def test_four_kinds_and_two_modules_are_named() -> None:
     assert (NAMED_KINDS, NAMED_MODULES) == (4, 2)  # as the page of errors says
     assert [i for i in range(6) if f"kind {i} " in text] == [0, 1, 2, 3] and "2 other kinds 9 MB" in text, text
     assert "(largest modules: Module0 9 MB, Module1 8 MB)" in text, text
+
+
+def test_a_copy_is_advised_where_numpy_has_the_address() -> None:
+    held = HeldBytes({"other tensors": 5 * MB}, [], 0)
+    for by, copies in (("NumPy", True), ("DLPack", False)):
+        for count, words in (
+            (1, "the address of a tensor that holds 2 MB"),
+            (2, "the addresses of 2 tensors that hold 2 MB"),
+        ):
+            spent = Spent("Words.", held, budget_bytes=MB, exports=Exports(count, 2 * MB, by, grow=True))
+            text = str(spent.error())
+            assert f"{by} has {words}. Such" in text and ("`.numpy().copy()`" in text) == copies, text
+    assert "DLPack" not in str(Spent("Words.", held, budget_bytes=MB, exports=Exports(2, MB, "DLPack")).error())
 
 
 def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:

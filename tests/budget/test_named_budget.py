@@ -636,15 +636,36 @@ def test_exports_of_a_loop_whose_turns_are_known_are_named_in_whole(run: Callabl
     with torch.no_grad():
         with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(bytes_already_there() + limit * MB, quiet=True):
             run(model)
-        details = " ".join(caught.value.details)
-        assert re.search(r"Its loop has \d+ more to come\.", str(caught.value))
-        assert "The named budget leaves room for all of them." in details
+        more = re.search(r"Its loop has (\d+) more to come\.", str(caught.value))
+        assert more is not None and f" and for {more[1]} more such tensors" in str(caught.value)
         named = caught.value.enough_bytes
         del caught  # its traceback holds the exports of the first run
         gc.collect()
         with memmgr.budget(named, quiet=True) as mm:
             run(model)
     assert named <= 1.2 * mm.stats()["resident_bytes.peak"]
+
+
+def test_exports_that_outlive_training_steps_are_named_with_room_for_more() -> None:
+    """No figure does for a loop of unknown length, and the text says for how many more tensors the named one does."""
+    model, limit, said = _small(), bytes_already_there() + 7 * MB, []
+    while len(said) < 3:
+        try:
+            with memmgr.budget(limit, quiet=True):
+                optimizer, kept = torch.optim.AdamW(model.parameters()), []
+                for _ in range(16):
+                    y = model(torch.randn(1024, 64))
+                    y.square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    kept.append(y.detach().numpy())
+            break
+        except memmgr.BudgetError as error:
+            more = re.search(r"a whole step and for (\d+) more such tensors; a loop that makes still more", str(error))
+            assert more is not None and int(more[1]) == 2 * len(kept) and "`.numpy().copy()`" in str(error), error
+            limit = error.enough_bytes
+            said.append(limit)
+    assert 1 <= len(said) <= 2, said
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="a comprehension has no frame there")

@@ -121,6 +121,17 @@ def test_budgets_are_read_as_everywhere(what: str, capsys: pytest.CaptureFixture
         assert says in refused(capsys, "--device", "t4", "--budget", text, what)
 
 
+def test_a_device_that_is_near_one_is_named(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for near, named in (
+        ("h100-pcie5", "did you mean 'h100'?"),
+        ("H100SXM", "did you mean 'h100'?"),
+        ("a100 80gb", "did you mean 'a100-80'?"),
+        ("NVIDIA A100-SXM4", "did you mean 'a100-40' or 'a100-80'?"),
+        ("l40s", "l4, t4, cpu\n"),
+    ):
+        assert refused(capsys, "--device", near, what).endswith(named if "\n" in named else f"{named}\n")
+
+
 def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--device", "t4", "--budget", "1MB", what]) == 0
     shown = capsys.readouterr().out

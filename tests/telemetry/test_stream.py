@@ -102,6 +102,30 @@ def test_events_and_cells_name_their_op_and_module() -> None:
     assert modules["Net.first.0"] >= 4 * (64 * 256 + 256)
 
 
+def test_a_reader_that_comes_late_has_lines_after_a_pass_and_none_are_taken_when_it_left() -> None:
+    """Without a reader no line is taken in passes 9 to 15."""
+
+    def made() -> set[bool]:
+        y = model(step.x)  # type: ignore[attr-defined]
+        rows = [row for row in native.living() if row["birth"] == native.passes_ended()]
+        assert rows and y.requires_grad
+        return {row["line"] > 0 for row in rows}
+
+    with memmgr.budget(None, quiet=True):
+        step = training()
+        model, native = step.model, manager().native  # type: ignore[attr-defined]
+        for _ in range(9):
+            step()
+        assert made() == {False}
+        with Watching(interval_seconds=0.02, want=["cells"], cells=5):
+            wait_until(lambda: bool(manager().telemetry.watched))
+            step()
+            assert made() == {True}
+        wait_until(lambda: not manager().telemetry.watched)
+        step()
+        assert made() == {False}
+
+
 def _all_events(watching: Watching, step: object) -> list[dict[str, object]]:
     items: list[dict[str, object]] = []
     assert callable(step)

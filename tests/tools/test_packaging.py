@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,7 @@ def test_every_variable_that_the_code_reads_is_known_and_has_a_row() -> None:
     assert "MEMMGR_CUDA_MEMORY" in read  # read through a name of ours
     known = variables.VARIABLES | variables.OF_TESTS
     assert read == known, read ^ known
-    page = (ROOT / "docs" / "tuning.md").read_text()
+    page = (ROOT / "docs" / "variables.md").read_text()
     assert set(re.findall(r"^\| `(MEMMGR_[A-Z_]+)` \|", page, re.MULTILINE)) == variables.VARIABLES
 
 
@@ -253,6 +254,19 @@ def test_the_linter_refuses_a_second_copy_of_a_module(statement: str) -> None:
     )
     assert done.returncode == 1
     assert "TID251" in done.stdout
+
+
+def test_the_metadata_has_the_licence() -> None:
+    """As an expression (PEP 639), which pip 26.3 shows, and 23.2 does not."""
+    found = metadata("memmgr")
+    assert (found["License-Expression"], found["License-File"]) == ("Apache-2.0", "LICENSE")
+
+
+def test_help_has_every_target_in_a_group() -> None:
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = re.findall(r"^  ([a-z-]+) ", said, re.MULTILINE)
+    assert sorted(shown) == sorted(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert re.findall(r"^[a-z].*:$", said, re.MULTILINE) == ["try it:", "work on it:", "check it:", "release it:"]
 
 
 def test_no_test_module_is_the_second_copy() -> None:

@@ -363,6 +363,18 @@ def test_a_busy_machine_is_said_before_the_verdict(capsys: pytest.CaptureFixture
         assert ("proposal (run this again on an idle machine to confirm it): " in said) == busy and "proposal" in said
 
 
+def test_the_proposal_has_the_prediction_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one before its run, with other costs, is in --json alone."""
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    args = parser.parse_args(["train.py"])
+    curve, made, knee = search.propose(FakeCurve(), 1.5, lambda size, name: Measured(1.4, 9, own_seconds=0.4))  # type: ignore[arg-type]
+    assert made is not None and made.simulated is not None and made.simulated > (made.predicted or 0)
+    tune._show(search.Tuned(10**8, 1.0, 1.5, curve, made, knee), args, "cpu")
+    said = capsys.readouterr().out
+    assert said.count(f"{made.simulated:.2f}x") == 2 and "measured 1.40x over 9 passes, predicted 1.70x" in said, said
+
+
 def test_a_run_in_a_budget_that_is_faster_than_those_without_is_not_confirmed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -269,8 +269,13 @@ def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
     assert not leaks.found(lambda: [None])
 
 
-def test_explain_without_a_budget_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="needs an open budget"):
+def test_explain_without_a_budget_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with memmgr.budget("64MB", quiet=True):
+        pass
+    with pytest.raises(RuntimeError, match="the last one is closed, and its tensors are not followed"):
+        memmgr.explain()
+    monkeypatch.setattr(memmgr.api.budget, "_last", None)
+    with pytest.raises(RuntimeError, match="needs an open budget: none was opened"):
         memmgr.explain()
     assert inspect.signature(memmgr.explain).parameters["top"].default == 10
     assert "memmgr.api.budget" in sys.modules

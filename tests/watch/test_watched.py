@@ -76,7 +76,7 @@ budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  need 12 MB
     8 MB |--/####/----/####/----/####/----/####/----/####/----/####/------------
          |/########//########//########//########//########//########
          |===========================================================
-   a pass          +         +         +         +         +          29.5 s
+ + a pass 29.5 s ago         +         +         +         +          now
 = fixed  # evictable  / at times  . evicted  : offloaded
 10 s: 5 s a pass recomputing 10% waiting 2.0%  all: evicted 60 MB offloaded 9 MB
 ========########________~~~~~~~~        ========########________~~~~~~~~
@@ -116,6 +116,8 @@ def test_every_line_fits_and_every_state_has_a_character(glyphs: text.Glyphs, wi
         assert sum(len(part) for part, _ in line) <= max(width, 70), line
     assert len({getattr(glyphs, name) for name in (*text.MEMORY, "budget")}) == 6
     assert len({getattr(glyphs, name) for name in text.SPACE}) == 4
+    axis = text.plain(shown[7:8])
+    assert axis.index(f"{glyphs.ended} a pass ") < axis.index(" s ago ") < axis.index(" now"), axis
     if glyphs is text.ASCII:
         assert text.plain(shown).isascii()
 

@@ -152,7 +152,7 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
         if name not in (*DEVICES, _CPU) and not name.endswith(".json"):
             known = (*DEVICES, _CPU)
             raise UsageError(
-                f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known, 0.9)}"
+                f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known, 0.9, parts=True)}"
             )
         if name.endswith(".json"):
             read_rates(Path(name))
@@ -302,7 +302,7 @@ def _show(found: Outlook, on: _On, took: float) -> None:
             )
         return
     print(f"budget     {budget}: fits, {show_seconds(found.seconds)} a step, {found.overhead:.3f}x", end="")
-    print(f" (no schedule below {found.lower_bound:.3f}x)" if found.lower_bound is not None else "")
+    print(f" (no method below {found.lower_bound:.3f}x)" if found.lower_bound is not None else "")
     if not (found.written_bytes or found.read_bytes or found.remade_bytes):
         print("           everything stays in memory")
     rows = [

@@ -428,7 +428,7 @@ def _show_why(results: Iterable[Result]) -> None:
 
 def _show(results: list[Result], link: TierLink | None) -> None:
     first = results[0]
-    bound = f", no schedule below {first.lower_bound:.4f}" if first.lower_bound is not None else ""
+    bound = f", no method below {first.lower_bound:.4f}" if first.lower_bound is not None else ""
     print(
         f"unmanaged: {megabytes(first.unmanaged_peak_bytes)}, {first.unmanaged_seconds * 1e3:,.1f} ms; "
         f"budget: {megabytes(first.budget_bytes)} ({first.ratio:.0%}){bound}"

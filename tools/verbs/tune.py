@@ -182,7 +182,7 @@ def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
     assert isinstance(tuned, Tuned)
     print(
         f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)} (measured); time over that, "
-        "by budget (-: no plan was found)"
+        "by budget, predicted with the costs that the runs measured (bound: of any method; -: no plan was found)"
     )
     rows = []
     for at in tuned.curve:
@@ -226,8 +226,8 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
     if made is not None:
         print(
             f"proposal{' (run this again on an idle machine to confirm it)' * busy}: {show_size(made.budget_bytes)}, "
-            f"{made.share} % of the need: predicted {_factor(made.predicted)} before its run (the table has the predictions with "
-            f"the costs that the runs measured), measured {_factor(made.measured)} over {made.passes} passes\n"
+            f"{made.share} % of the need: measured {_factor(made.measured)} over {made.passes} passes, predicted "
+            f"{_factor(made.simulated)}\n"
             f"  {_command(args, show_size(made.budget_bytes))}"
         )
     elif tried := [at for at in tuned.curve if at.measured is not None]:

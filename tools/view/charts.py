@@ -67,6 +67,7 @@ def over_time(watched: RunState) -> str:
         parts.append(f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="label" x="{WIDTH - 12}" y="{y - 5:.1f}" text-anchor="end">{label}</text>')
     parts += _passes(points, axes)
+    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{HEIGHT - 8}" text-anchor="end">time</text>')
     for seconds in ticks(begin, end, 6):
         x = axes.x(seconds)
         anchor = "end" if x > WIDTH - 40 else "middle"

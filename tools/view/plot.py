@@ -177,7 +177,7 @@ def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> No
 
     The line is the process's resident set over its start, which the machine has to have. The dark area below it is the
     part that tensors hold. In an unmanaged run the latter is known for two more steps only, behind the timed ones (see
-    `bench.runs.unmanaged`).
+    `bench.runs.with_need`).
 
     Args:
         results: the runs, top to bottom; one that failed gets an empty strip that says so.

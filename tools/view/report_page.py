@@ -244,6 +244,10 @@ def _plans(watched: RunState) -> Iterator[str]:
         f"<h3>Plans</h3><p>{stats.get('planned_passes', 0):,} of {stats['passes']:,} passes followed a plan to their end; making "
         f"plans took {show_seconds(float(stats.get('plan_seconds', 0.0)))} beside the training.</p><ul>"
     )
-    for seconds, text in list(watched.plans)[:MOST_ROWS]:
-        yield f"<li>{show_seconds(seconds)}: {escape(clean(text))}</li>"
+    found: dict[str, list[float]] = {}
+    for seconds, text in watched.plans:
+        found.setdefault(clean(text), []).append(seconds)
+    for text, times in list(found.items())[:MOST_ROWS]:
+        more = f" ({len(times)} times, the last at {show_seconds(times[-1])})" if len(times) > 1 else ""
+        yield f"<li>{show_seconds(times[0])}: {escape(text)}{more}</li>"
     yield "</ul>"

@@ -174,6 +174,9 @@ def age(watched: RunState, line: dict[str, Any]) -> str:
 # -- memory over time -----------------------------------------------------------------------------------------------
 
 
+NOW = " now"
+
+
 def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
     """The last samples, two and more a column: bytes resident always and at times, above them the absent bytes, and the
     budget.
@@ -208,17 +211,19 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
 
 
 def _axis(points: Sequence[Point], shown: Sequence[Column], room: int, glyphs: Glyphs) -> Line:
-    """Where passes ended, and behind the last sample how much time is shown."""
+    """The ends of passes, and the time of the first sample before the last, which is now."""
     every, ends = ends_of_passes(points, max(1, len(shown) // 3))
     begins = [column.begin for column in shown]
     axis = [" "] * room
     for seconds, _ in ends:
         axis[max(0, bisect_left(begins, seconds) - 1)] = glyphs.ended
-    label = "" if not every else "a pass" if every == 1 else f"{every:,} passes"
-    over = f" {show_seconds(shown[-1].end - shown[0].begin)}" if len(shown) > 1 else ""
-    if over and len(shown) + len(over) <= room:
-        axis[len(shown) : len(shown) + len(over)] = over
-    return [(f"{label:>9} " + "".join(axis), SOFT)]
+    label = "" if not every else f"{glyphs.ended} a pass" if every == 1 else f"{glyphs.ended}{every:,} passes"
+    if len(shown) > 1:
+        ago, last = f"{show_seconds(shown[-1].end - shown[0].begin)} ago ", min(len(shown), room - len(NOW))
+        axis[max(0, last) : last + len(NOW)] = NOW[: room - max(0, last)]
+        if len(ago) <= last:
+            axis[: len(ago)] = ago
+    return [(f"{label:>9} {''.join(axis)}"[: 10 + room], SOFT)]
 
 
 def _cell(column: Column, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
