@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from memmgr.common.constants import MEMORY_MAPPED, MEMORY_PLAIN
+from memmgr.common.say import warn
 from memmgr.config import conf
 
 from . import cache
@@ -248,7 +249,12 @@ def manage(allocator: str = "auto") -> str | None:
     if allocator == NATIVE:
         return NOT_NATIVE if in_place() else _use_torchs()
     why = install()
-    return _use_torchs() if why in (LEFT, TOO_LATE) else why
+    if why not in (LEFT, TOO_LATE):
+        return why
+    first, why_not = not _torchs, _use_torchs()
+    if why == TOO_LATE and first and why_not is None:
+        warn(f"the budget is kept in torch's own allocator, whose memory cannot be moved: steps are slower. {TOO_LATE}")
+    return why_not
 
 
 def _use_torchs() -> str | None:

@@ -84,15 +84,18 @@ def test_why_not(cuda: pytest.MonkeyPatch, change: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "warnings"),
     [
-        lambda m: m.setattr(torch.cuda, "is_initialized", lambda: True),
-        lambda m: m.setenv("MEMMGR_INSTALL", "0"),
-        lambda m: m.setenv("MEMMGR_CONF", "quiet:1,allocator:native"),
+        (lambda m: m.setattr(torch.cuda, "is_initialized", lambda: True), 1),
+        (lambda m: m.setenv("MEMMGR_INSTALL", "0"), 0),
+        (lambda m: m.setenv("MEMMGR_CONF", "quiet:1,allocator:native"), 0),
     ],
 )
-def test_torchs_own_allocator_stays_and_serves(cuda: pytest.MonkeyPatch, change: Any) -> None:
-    """It came first, or is wanted: `import memmgr` builds nothing then; a budget puts a door in front of it."""
+def test_torchs_own_allocator_stays_and_serves(
+    cuda: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, change: Any, warnings: int
+) -> None:
+    """It came first, or is wanted: `import memmgr` builds nothing then; a budget puts a door in front of it. The program is told
+    once where it came first."""
     change(cuda)
     cuda.setattr(torch.accelerator, "is_available", lambda: True)
     cuda.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -103,6 +106,7 @@ def test_torchs_own_allocator_stays_and_serves(cuda: pytest.MonkeyPatch, change:
     for kind in ("auto", "native"):
         assert memmgr.budget("1GB", allocator=kind)._device == torch.device("cuda")
     assert (library.asked, library.doors) == ([], [None])
+    assert ["steps are slower" in str(one.message) for one in recwarn] == [True] * warnings
     assert allocator.address() == 4096 and not allocator.in_place()
 
 
