@@ -1,7 +1,5 @@
 """Issue 19, point 1: unmodified scripts under their launchers; limits shared by the ranks of one host; one summary."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Traces of a job's ranks, recorded inside torchrun, and their simulation by `memmgr simulate --job`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
