@@ -1,7 +1,5 @@
 """The arena: placement, budget, reclaim, threads, fork."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import random
@@ -13,8 +11,6 @@ from core_abi import FREE, HOLE, KIB, LIVE, MIB, PAGE, SMALL_LIMIT, UNLIMITED, a
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import in_threads
-
-# ---- model -------------------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -175,9 +171,6 @@ def test_small_blocks_overflow_into_the_large_area(make_arena):
     assert arena.stats.live_bytes == 160 * 8192
 
 
-# ---- odd calls ---------------------------------------------------------------------------------------------------
-
-
 def test_sizes_that_cannot_be(make_arena):
     arena = make_arena(budget=MIB)
     assert arena.alloc(0) is None
@@ -215,9 +208,6 @@ def test_a_second_free_stops_the_process(core):
 def test_debug_mode_checks_every_event(core):
     ended = run_child("arena.free(arena.alloc(9000)); print('fine')", MEMMGR_DEBUG="1")
     assert (ended.returncode, ended.stdout.strip()) == (0, "fine"), ended.stderr
-
-
-# ---- budget and reclaim ------------------------------------------------------------------------------------------
 
 
 def test_try_alloc_leaves_room_and_never_reclaims(make_arena):
@@ -335,9 +325,6 @@ def test_unmanaged_peak_counts_what_is_away(make_arena, core):
         arena.free(address)
     core.mm_arena_reset_peak(arena.handle)
     assert arena.stats.unmanaged_peak_bytes == arena.stats.resident_peak_bytes == MIB  # the one that was tried
-
-
-# ---- threads and forks -------------------------------------------------------------------------------------------
 
 
 def test_threads_share_the_budget(make_arena):

@@ -1,7 +1,5 @@
 """Two-valued bytes as bits: exactly the same bytes come back, and bytes with a third value are refused."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

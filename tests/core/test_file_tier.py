@@ -1,7 +1,5 @@
 """The file tier: round trips, queues, errors that lose nothing, and nothing left behind."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -14,6 +12,7 @@ import time
 import core_abi
 import pytest
 from core_abi import KIB, MIB, run_child
+from threads import in_threads
 
 
 class Bytes:
@@ -41,9 +40,6 @@ def scratch_files() -> list[str]:
         if target.endswith("(deleted)"):
             found.append(name)
     return found
-
-
-# ---- round trips -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["direct", "buffered", "in part"])
@@ -165,9 +161,6 @@ def test_random_slots_keep_their_contents(make_tier):
     assert refused > 0
 
 
-# ---- queues ------------------------------------------------------------------------------------------------------
-
-
 def test_reads_go_before_writes(make_tier):
     tier = make_tier(bytes_per_second=64 * MIB, workers=1)
     small = Bytes(64 * KIB, 1)
@@ -244,11 +237,7 @@ def test_many_threads_at_once(make_tier):
                 wrong.append((seed, number))
             tier.free(slot)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong and tier.stats.used_bytes == 0
 
 
@@ -290,9 +279,6 @@ def test_what_copies_take_of_a_cpu_is_counted(make_tier):
     assert tier.read_now(slot, target.address) == 0
     read = tier.stats.cpu_nanoseconds - written
     assert 0 < written < 0.5 * tier.stats.write_nanoseconds and 0 < read < 0.5 * tier.stats.read_nanoseconds
-
-
-# ---- errors ------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_tier_takes_nothing(make_tier):
@@ -382,9 +368,6 @@ def test_calls_without_sense(make_tier):
     for slot in (-1, 0, 5, 2**40, 2**62):
         assert tier.poll(slot) == tier.wait(slot) == tier.read(slot, source.address) == -errno.EBADF
         tier.free(slot)
-
-
-# ---- leftovers -----------------------------------------------------------------------------------------------------
 
 
 def test_the_file_has_no_name_and_is_private(make_tier, tmp_path):
@@ -533,9 +516,6 @@ def test_room_comes_back_when_the_children_have_ended(core, tmp_path) -> None:
         """)
     )
     assert (ended.returncode, ended.stdout.strip()) == (0, "fine True"), ended.stderr
-
-
-# ---- slots that are lent -----------------------------------------------------------------------------------------
 
 
 def lend(tier, path, offset: int, size: int) -> tuple[int, int]:

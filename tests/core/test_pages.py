@@ -1,7 +1,5 @@
 """The arena's pages: remap, moves and the chunks they are made in, the parts of the range, trim."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import random

@@ -1,7 +1,5 @@
 """Victims for a request: the sliding window against all windows, the other searches, and the limit."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import threading
@@ -294,9 +292,6 @@ def test_a_window_that_is_free_already_still_meets_the_bytes(make_arena):
     for address in chosen:
         arena.free(address)
     assert arena.alloc(128 * KIB) is not None
-
-
-# ---- the limit, remap and the two sides --------------------------------------------------------------------------
 
 
 def reclaiming(arena: core_abi.Arena, how: int) -> list[list[int]]:

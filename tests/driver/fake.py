@@ -1,7 +1,5 @@
 """The double of libcuda for Python tests: its entry points and its ``fake_*`` controls, by ctypes."""
 
-from __future__ import annotations
-
 import ctypes as c
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The host tier: there and back, errors, statistics, slots in every state, and a child that has forked."""
 
-from __future__ import annotations
-
 import ctypes as c
 import errno
 import itertools
@@ -11,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from threads import in_threads
 
 from .fake import INVALID_VALUE, LATE, OUT_OF_MEMORY, PROMPT, RANDOM, THREADED, FakeDriver
 from .tier_abi import Device, HostTier
@@ -313,38 +310,6 @@ def test_the_tier_belongs_to_its_device(core, driver: FakeDriver) -> None:
             assert after.value == before.value
     driver.use_device(0)
     bench.device.free(block)
-    bench.close()
-
-
-def test_threads(core, driver: FakeDriver) -> None:
-    bench = Bench(core, driver, THREADED, capacity=32 * KIB)
-    errors: list[BaseException] = []
-
-    def train(number: int) -> None:
-        try:
-            driver.use_device(0)
-            stream, tier, device = driver.stream(), bench.tier, bench.device
-            for round_ in range(150):
-                size, value = 100 + 371 * ((round_ + number) % 5), (round_ + 50 * number) % 256
-                block = device.alloc(size, stream)
-                driver.fill(stream, block, size, value)
-                slot = tier.write(block, size)
-                device.free(block)
-                if slot == -errno.ENOSPC:
-                    continue
-                assert slot >= 0
-                block = device.alloc(size, stream)
-                assert tier.read_now(slot, block) == 0
-                tier.free(slot)
-                driver.check(stream, block, size, value, bench.wrong)
-                device.free(block)
-            driver("cuStreamSynchronize", stream)
-        except BaseException as error:
-            errors.append(error)
-
-    in_threads(train, range(4))
-    assert not errors, errors[0]
-    assert bench.tier.stats.used_bytes == 0
     bench.close()
 
 

@@ -1,7 +1,5 @@
 """Room in the host tier's slab: nothing overlaps, nothing is lost, best fit by address; seen through the C ABI."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest
@@ -9,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from .fake import PROMPT, FakeDriver
-from .tier_abi import Device, HostTier
+from .test_host_tier import Bench
 
 UNIT = 512
 
@@ -18,24 +16,15 @@ def units(size: int) -> int:
     return -(-size // UNIT)
 
 
-class Slab:
+class Slab(Bench):
     """A tier whose slots are known by their offset in the slab."""
 
     def __init__(self, library, driver: FakeDriver, capacity: int):
-        driver.reset(0, PROMPT)
-        driver.cuInit(0)
-        driver.use_device(0)
-        self.device = Device(library, driver.path)
-        self.tier = HostTier(self.device, capacity)
+        super().__init__(library, driver, PROMPT, capacity)
         self.block = self.device.alloc(1 << 16, None)
         first = self.tier.write(self.block, 1)
         self.start = self.tier.bytes(first)
         self.tier.free(first)
-
-    def close(self) -> None:
-        self.tier.close()
-        self.device.free(self.block)
-        assert self.device.close() == 0
 
     def take(self, size: int) -> tuple[int, int] | None:
         """(offset, slot), or None."""

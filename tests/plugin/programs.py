@@ -1,7 +1,5 @@
 """Programs for a CUDA build of torch on the double (test_with_cuda_torch.py): `python programs.py NAME`; prints JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -402,11 +400,7 @@ def compiled() -> dict[str, Any]:
         step()
         free = [step(), step()]
     stats = opened.stats()
-    return {
-        "plain": plain,
-        "free": free,
-        **{name: stats[name] for name in ("trials", "escaped_bytes", "floor_bytes")},
-    }
+    return {"plain": plain, "free": free, **{name: stats[name] for name in ("trials", "escaped_bytes", "floor_bytes")}}
 
 
 def _figures(stats: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The sources that include torch's headers compile against the installed torch; nothing is linked."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

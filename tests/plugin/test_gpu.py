@@ -2,8 +2,6 @@
 (tools/bench/cuda_probe.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -18,10 +16,7 @@ from memmgr.tools.bench import cuda_probe
 
 PAGE = 2 << 20
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def _probe(*words: str, **variables: str) -> Any:

@@ -3,8 +3,6 @@
 Tensors, streams, autograd's device thread and copies are real; kernels do nothing, so values are not looked at.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
