@@ -1,7 +1,5 @@
 """`memmgr simulate`: figures, files, and errors in one line."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
