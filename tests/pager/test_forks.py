@@ -1,6 +1,5 @@
 """Forked children: tensors that were absent in the parent are restored there, from inherited bytes; the child does no
-other work of memmgr's.
-"""
+other work of memmgr's."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 import forkserver
 import pytest
 import torch
+from threads import in_threads
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -126,9 +126,7 @@ def test_a_thread_of_a_child_is_seen(pager: native.Pager) -> None:
 
     def body() -> None:
         got: list[float] = []
-        thread = threading.Thread(target=lambda: got.append(evicted.sum().item() + offloaded.sum().item()))
-        thread.start()
-        thread.join()
+        in_threads(lambda _: got.append(evicted.sum().item() + offloaded.sum().item()), range(1))
         assert got == [want]
 
     Child(body).ends_well()
@@ -221,8 +219,7 @@ def test_but_it_has_where_there_was_none_yet() -> None:
 
 def test_a_fork_amid_other_threads_ops(beyond: Callable[[str], int]) -> None:
     """In any state of theirs: no thread in the child waits for them, and a tensor that they moved is resident or
-    absent, never half.
-    """
+    absent, never half."""
     stop = threading.Event()
     errors: list[BaseException] = []
 

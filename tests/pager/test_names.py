@@ -1,7 +1,5 @@
 """Rule 9, names: code that only compares addresses gets one number for a storage's whole life, in and out of budgets."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy
@@ -79,9 +77,6 @@ def _patch_ends() -> Iterator[None]:
     assert torch.Tensor.data_ptr is UNPATCHED
 
 
-# ---- one name for a whole life ----
-
-
 @pytest.mark.parametrize("born_in_budget", [True, False])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_name_is_the_same_before_in_and_after_budgets(maker: str, born_in_budget: bool) -> None:
@@ -133,9 +128,6 @@ def test_views_differ_by_their_offset() -> None:
         assert _away(tensor)
         assert [_name(tensor), _name(tensor[100:])] == names == [names[0], names[0] + 400]
         assert _name(tensor[:0]) == 0, "as in plain torch"
-
-
-# ---- addresses that come again ----
 
 
 def _born_at(address: int) -> torch.Tensor:
@@ -288,9 +280,6 @@ def test_names_through_a_random_life(seed: int) -> None:
         living.clear()
 
 
-# ---- callers ----
-
-
 @pytest.mark.parametrize("when", ["in", "opens", "closes"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_write_to_a_saved_tensor_is_seen(maker: str, when: str) -> None:
@@ -341,8 +330,7 @@ def test_patch_stays_while_a_name_differs_from_its_address() -> None:
 @pytest.mark.parametrize("module", NAMERS)
 def test_callers_exist(module: str) -> None:
     """A function with another name in another version would get real addresses, and its tensors would be pinned for
-    ever.
-    """
+    ever."""
     if not importlib.util.find_spec(module.partition(".")[0]):
         pytest.skip("not installed")
     try:

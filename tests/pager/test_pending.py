@@ -1,7 +1,5 @@
 """Slices of optimizers' steps that wait until a thread needs them: no program sees a difference (rule 14)."""
 
-from __future__ import annotations
-
 import _thread
 import copy
 import ctypes
@@ -23,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exactness.harness import bits
+from threads import in_threads
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,9 +69,6 @@ def waiting(run: Callable[[], Any]) -> tuple[Any, int]:
     return run(), native.load().stats()["pending_slices"] - before
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training(name: str, way: str, beyond: Callable[[str], int]) -> None:
@@ -99,10 +95,6 @@ def test_training(name: str, way: str, beyond: Callable[[str], int]) -> None:
         assert slices > 0, "nothing waited, so nothing was tested"
 
 
-# ---- readers of pending tensors
-# ----------------------------------------------------------------------------------------
-
-
 def _saved(t: torch.Tensor) -> Any:
     file = io.BytesIO()
     torch.save(t, file)
@@ -121,9 +113,7 @@ def _address(t: torch.Tensor) -> Any:
 
 def _in_a_thread(t: torch.Tensor) -> Any:
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(t.detach().clone()))
-    thread.start()
-    thread.join()
+    in_threads(lambda _: found.append(t.detach().clone()), range(1))
     return found[0]
 
 
@@ -269,9 +259,6 @@ def test_a_write_to_a_gradient_comes_after_the_step(beyond: Callable[[str], int]
     with memmgr.budget(beyond(LIMIT), quiet=True):
         got, slices = waiting(run)
     assert slices > 0 and got == want
-
-
-# ---- the rest of the program -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused"])
@@ -576,8 +563,7 @@ def _broken(data: torch.Tensor) -> tuple[Callable[[], None], list[torch.Tensor]]
 
 def test_what_fails_where_nobody_can_be_told(beyond: Callable[[str], int]) -> None:
     """Before a fork, and at the first op of a thread that was not seen: the op that needs the result gets the error,
-    and the rest is done.
-    """
+    and the rest is done."""
 
     def fork() -> None:
         if (child := os.fork()) == 0:
@@ -627,18 +613,13 @@ def test_threads_that_step_the_same_parameters(beyond: Callable[[str], int]) -> 
                 made.model(torch.randn(16, WIDTH)).square().mean().backward()
                 optimizer.step()
 
-        threads = [threading.Thread(target=train, args=(optimizer,)) for optimizer in optimizers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        in_threads(train, optimizers)
         assert {float(o.state[p]["step"]) for o in optimizers for p in made.model.parameters()} == {12.0}
 
 
 def test_small_tensors_do_not_wait(monkeypatch: pytest.MonkeyPatch, beyond: Callable[[str], int]) -> None:
     """They are never evicted, so code that reads one sees the step when it is done, also through references from before
-    the budget.
-    """
+    the budget."""
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "1000")  # a bias has 384 bytes
     want = bits(list(begun().model)[-2].bias)
     made = begun(steps=0)
@@ -661,11 +642,7 @@ def test_threads_meet_at_one_slice(beyond: Callable[[str], int]) -> None:
                 barrier.wait()
                 found.append([bits(p.detach() * 1) for p in made.model.parameters()])
 
-            threads = [threading.Thread(target=read) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
+            in_threads(lambda _: read(), range(4))
         assert slices > 0 and len(found) == 4 and all(f == want for f in found)
         del made
 
