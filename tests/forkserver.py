@@ -11,8 +11,6 @@ variable gets an interpreter of its own, and so does one with an option that is 
 This module may stand where a module has imported `subprocess`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Threads of a test."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator

@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-# ---- live bytes, as torch's own allocator sees them --------------------------------------------------------------------
-
 
 @dataclass
 class Curve:
@@ -62,9 +60,6 @@ def live_curve(run: Callable[[], object]) -> Curve:
     events.sort(key=lambda e: e.start_ns())
     assert events, "the profiler saw no allocation: nothing was measured"
     return Curve(np.cumsum([e.nbytes() for e in events]))
-
-
-# ---- the ideal manager -------------------------------------------------------------------------------------------------
 
 
 class _Copy:

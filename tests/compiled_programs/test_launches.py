@@ -1,12 +1,9 @@
 """Compiled graphs under a budget, launch by launch: the bits of the plain compiled run, and a floor that is one launch's."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,10 @@ import forkserver
 import pytest
 import torch
 from pager.planned import settled
-from threads import one_thread  # noqa: F401  a fixture
+from threads import (
+    in_threads,
+    one_thread,  # noqa: F401  a fixture
+)
 
 import memmgr
 from memmgr.native import binding
@@ -113,11 +113,7 @@ def test_inference_has_the_bits_of_the_plain_compiled_one() -> None:
     assert run(budget(int(1.05 * floor), "torture")) == want
     found: list[str] = []
     with budget(4 * floor)():
-        threads = [threading.Thread(target=lambda: found.extend(run() for _ in range(5))) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(lambda _: found.extend(run() for _ in range(5)), range(2))
     assert found == [want] * 10
 
 

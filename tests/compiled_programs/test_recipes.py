@@ -1,14 +1,14 @@
 """Results of a compiled forward are made again by the kernel's function in C (rules 5 and 8)."""
 
-from __future__ import annotations
-
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from threads import in_threads, one_thread  # noqa: F401  a fixture
+from threads import (
+    in_threads,
+    one_thread,  # noqa: F401  a fixture
+)
 
 import memmgr
 from memmgr.native import binding
@@ -145,11 +145,7 @@ def test_threads_in_compiled_graphs_wait_for_one_another(mixed: Callable[..., An
                 wrong.append(error)
 
         with memmgr.budget(f"{int(1.3 * floor)}B", quiet=True):
-            threads = [threading.Thread(target=repeat) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            in_threads(lambda _: repeat(), range(2))
         assert wrong == []
     finally:
         mixed.train()

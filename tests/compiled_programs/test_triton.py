@@ -1,7 +1,5 @@
 """The reader of Triton kernels: the arguments that are only read, and the kernels that repeat."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

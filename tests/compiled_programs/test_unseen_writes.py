@@ -1,7 +1,5 @@
 """Launches whose thread waits without the GIL, and buffers that C++ has written to unseen."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

@@ -12,7 +12,6 @@ import time
 import core_abi
 import pytest
 from core_abi import KIB, MIB, run_child
-from threads import in_threads
 
 
 class Bytes:
@@ -237,7 +236,11 @@ def test_many_threads_at_once(make_tier):
                 wrong.append((seed, number))
             tier.free(slot)
 
-    in_threads(work, range(4))
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not wrong and tier.stats.used_bytes == 0
 
 

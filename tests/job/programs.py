@@ -106,8 +106,7 @@ def _floor(name: str, folder: Path) -> None:
 
 def floors(rank: int, world: int, folder: Path, *names: str) -> None:
     """The floor of a rank is the smallest budget that works for it: a twentieth more runs, a twentieth less raises and says so, for
-    each rank in turn while the others have room.
-    """
+    each rank in turn while the others have room."""
     for name in names:
         _floor(name, folder)
     ends()
@@ -226,8 +225,7 @@ def _fails(trouble: str, folder: Path) -> None:
 
 def unfinished(rank: int, world: int, folder: Path, trouble: str) -> None:
     """A rank comes to grief within its optimizer's step while slices of the other's wait (rule 14). The ranks train the same on the
-    same rows, so that a training without ranks gives the survivor's bits.
-    """
+    same rows, so that a training without ranks gives the survivor's bits."""
     here = rank == world - 1
     model, opt = _begun()
     try:

@@ -43,8 +43,7 @@ def begin(module: str, *words: str, world: int, folder: Path, timeout: float) ->
 
 def finish_all(ranks: list[subprocess.Popen[str]], timeout: float) -> list[str]:
     """The output of each rank; an assertion that shows the output of all that failed. All are read at once: a rank
-    whose pipe is full would wait for its reader, and the others for the rank.
-    """
+    whose pipe is full would wait for its reader, and the others for the rank."""
     failures, outputs = [], []
     with ThreadPoolExecutor(len(ranks)) as pool:
         finishing = [pool.submit(children.finish, process, timeout) for process in ranks]

@@ -48,9 +48,6 @@ FILLED_WORDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PLAIN, INPLACE, DOUBLE, MODULE = "plain", "inplace", "double", "module"
 
 
-# ---- comparison ------------------------------------------------------------------------------------------------------
-
-
 class Bits(NamedTuple):
     """One tensor as bytes: NaN equals the same NaN, -0.0 differs from 0.0."""
 
@@ -101,9 +98,6 @@ def _how(a: Any, b: Any) -> str:
     if isinstance(a, Bits) or isinstance(b, Bits):
         return f"{'present' if a else 'absent'} -> {'present' if b else 'absent'}"
     return f"{str(a)[:160]} -> {str(b)[:300]}"
-
-
-# ---- cases -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -234,9 +228,6 @@ def _module_call(cls: Any, build: Any, dtype: torch.dtype, training: bool) -> Ca
         return ModuleRun(module, module(*args, **kwargs))
 
     return call
-
-
-# ---- running -----------------------------------------------------------------------------------------------------------
 
 
 def _private(tree: Any) -> Any:
@@ -464,9 +455,6 @@ def _compare(batch: list[tuple[Case, Result]], report: Report, verbose: bool) ->
 
 def cases_in(bucket: int) -> list[Case]:
     return [case for name in op_names() if bucket_of(name) == bucket for case in cases_of(name)]
-
-
-# ---- as a program ------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:

@@ -1,6 +1,5 @@
 """On a GPU: the three orders of importing, and queries of scripts. Each program is a process
-(tools/bench/cuda_probe.py).
-"""
+(tools/bench/cuda_probe.py)."""
 
 import functools
 import json

@@ -1,7 +1,5 @@
 """Prefetchers and names."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Filters, rank and directors, against properties and against slow, obvious references."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -336,10 +334,7 @@ def test_units_scaling_bytes_and_bandwidth_or_all_times_changes_nothing(
         due_seconds=tuple(s * k for s in link.due_seconds),
     )
     longer = replace(
-        c,
-        cost_seconds=c.cost_seconds * k,
-        chain_seconds=c.chain_seconds * k,
-        seconds_until_use=c.seconds_until_use * k,
+        c, cost_seconds=c.cost_seconds * k, chain_seconds=c.chain_seconds * k, seconds_until_use=c.seconds_until_use * k
     )
     assert DIRECTORS[d](longer, order, slower, urgent).tolist() == want
 

@@ -1,7 +1,5 @@
 """The socket and the log: made and removed when they should be, private, and never in the run's way."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The stream as a reader sees it (docs/telemetry.md)."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
