@@ -111,31 +111,36 @@ TYPES |= {"mm_arena_stats": ArenaStats, "mm_tier_stats": TierStats}
 TYPES |= {"mm_device_stats": DeviceStats, "mm_places_stats": PlacesStats}
 
 
-def _type(words: str, result: bool = False):
-    """The ctypes type of a parameter or of a result. A pointer to anything else than a type above is an address, as is each of a result."""
+def _type(words: str, types: dict, result: bool = False):
+    """The ctypes type of a parameter or of a result. A pointer to any other type is an address, as is each of a result."""
     base, *rest = words.replace("*", " * ").replace("const", "").split()
-    if "*" not in rest:
-        return TYPES[base]
+    stars = rest.count("*")
+    if not stars:
+        return types[base]
     if base == "char":
-        return c.c_char_p
-    if rest.count("*") == 2:
+        return c.c_char_p if stars == 1 else c.POINTER(c.c_char_p)
+    if stars == 2:
         return c.POINTER(c.c_void_p)
-    return c.POINTER(TYPES[base]) if TYPES.get(base) and not result else c.c_void_p
+    return c.POINTER(types[base]) if types.get(base) and not result else c.c_void_p
 
 
-def prototypes(text: str) -> dict[str, tuple]:
-    """Name -> type of the result, types of the arguments: of the functions that a C header declares."""
-    text = re.sub(r"//.*|^#.*", "", text, flags=re.MULTILINE)
-    found = re.findall(r"(?:[;{}]|^)\s*((?:const )?\w+\s*\**)\s*\b(m\w+)\(([^()]*)\)(?=;)", text)
+def prototypes(text: str, types: dict = TYPES) -> dict[str, tuple]:
+    """Name -> type of the result, types of the arguments: of the functions that begin a line of C, and take no function."""
+    found = re.findall(
+        r"(?m)^((?:const )?\w+ ?\**) ?\b((?:mm|meter|cu|fake)\w+)\(([^()]*)\)(?: \{|;)", re.sub(r"//.*", "", text)
+    )
     return {
-        name: (_type(result, True), [_type(one) for one in arguments.split(",") if one.strip() not in ("", "void")])
+        name: (
+            _type(result, types, True),
+            [_type(one, types) for one in arguments.split(",") if one.strip() not in ("", "void")],
+        )
         for result, name, arguments in found
     }
 
 
-def typed(library: c.CDLL, text: str) -> c.CDLL:
+def typed(library: c.CDLL, text: str, types: dict = TYPES) -> c.CDLL:
     """The library, whose functions have the types of these prototypes."""
-    for name, (result, arguments) in prototypes(text).items():
+    for name, (result, arguments) in prototypes(text, types).items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library

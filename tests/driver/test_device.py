@@ -17,7 +17,7 @@ from threads import in_threads
 from . import build
 from .device_abi import MAPPED, MIB, PLAIN, UNLIMITED, Device, core_abi, load
 from .device_program import Program
-from .fake import _SIGNATURES, LATE, PROMPT, RANDOM, THREADED, FakeDriver
+from .fake import LATE, PROMPT, PROTOTYPES, RANDOM, THREADED, FakeDriver
 
 KIB = 1024
 MODES = {PROMPT: "prompt", RANDOM: "random", LATE: "late", THREADED: "threaded"}
@@ -60,7 +60,7 @@ def open_device(device_core, driver: FakeDriver) -> Iterator[OpenDevice]:
 
 def calls(driver: FakeDriver) -> int:
     """All calls of the driver so far."""
-    return sum(driver.call_count(name.encode()) for name in _SIGNATURES if name.startswith("cu"))
+    return sum(driver.call_count(name.encode()) for name in PROTOTYPES if name.startswith("cu"))
 
 
 def waits(device: Device) -> int:

@@ -4,7 +4,6 @@ import ctypes as c
 import functools
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ def library(core: Path) -> c.CDLL:
     path = build.build("meter", sources, [f"-I{folder}", f"-DHEADER=0x{digest}", "-Wl,--no-as-needed", str(core)])
     # Its calls go to the core that it was linked with, whichever other one this process has loaded.
     loaded = c.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
-    source = Path(__file__).with_name("meter_abi.cpp").read_text().replace("VISIBLE", ";")
-    core_abi.typed(loaded, re.sub(r"\) \{", ");", source))
+    core_abi.typed(loaded, Path(__file__).with_name("meter_abi.cpp").read_text().replace("VISIBLE ", ""))
     loaded.meter_walk.argtypes = [c.c_void_p, VISIT]
     return loaded
 
