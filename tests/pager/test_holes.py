@@ -21,6 +21,13 @@ import memmgr.native.binding
 from memmgr.observe.memory_inventory import holders
 
 
+def _same_bits(run: Callable[[], Any], policy: str, limit: int) -> None:
+    want = run()
+    with memmgr.budget(limit if policy == "offload" else "1GB", policy=policy, quiet=True) as mm:
+        assert run() == want
+    assert mm.stats()["offloads"] > 3
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("policy", ["offload", "torture"])
 def test_torchs_own_composites_that_read_an_address(kind: Any, policy: str, beyond: Callable[[str], int]) -> None:
@@ -35,11 +42,7 @@ def test_torchs_own_composites_that_read_an_address(kind: Any, policy: str, beyo
             padded, lengths = nn.utils.rnn.pad_packed_sequence(out)
             return [padded.sum().item(), padded.abs().sum().item(), *lengths.tolist(), *(h.sum().item() for h in held)]
 
-    want = run()
-    limit = beyond("430kB") if policy == "offload" else "1GB"
-    with memmgr.budget(limit, policy=policy, quiet=True) as mm:
-        assert run() == want
-    assert mm.stats()["offloads"] > 3
+    _same_bits(run, policy, beyond("430kB"))
 
 
 @pytest.mark.parametrize("policy", ["offload", "torture"])
@@ -56,11 +59,7 @@ def test_the_gradient_of_a_packed_sequence(policy: str, beyond: Callable[[str], 
         assert x.grad is not None
         return [*x.grad[::50].flatten().tolist(), *(h.sum().item() for h in held)]
 
-    want = run()
-    limit = beyond("430kB") if policy == "offload" else "1GB"
-    with memmgr.budget(limit, policy=policy, quiet=True) as mm:
-        assert run() == want
-    assert mm.stats()["offloads"] > 3
+    _same_bits(run, policy, beyond("430kB"))
 
 
 def test_indices_and_lengths_that_are_away() -> None:
