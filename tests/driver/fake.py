@@ -71,8 +71,6 @@ class FakeDriver:
         if code:
             raise DriverError(name, code)
 
-    # ---- shorter ways ------------------------------------------------------------------------------------------------
-
     def use_device(self, ordinal: int) -> None:
         """Makes this device's primary context the calling thread's."""
         context = c.c_void_p()

@@ -125,16 +125,3 @@ def test_a_wrong_byte_in_the_lower_tier_is_noticed_or_harmless() -> None:
         return record
 
     managed(fn, HUGE_BYTES, "torture", verify=True)
-
-
-if __name__ == "__main__":  # which holes are sound themselves: each unmanaged run, twice
-    import sys
-
-    chosen = {**HOLES, **ERRORS}
-    for name, fn in chosen.items() if len(sys.argv) < 2 else [(n, chosen[n]) for n in sys.argv[1:]]:
-        a, b = outcome(lambda fn=fn: unmanaged(fn)), outcome(lambda fn=fn: unmanaged(fn))
-        try:
-            b.same_as(a, name)
-            print(f"{name:50s} ok {a.error!r:.90}")
-        except AssertionError as e:
-            print(f"{name:50s} NOT DETERMINISTIC {e}")

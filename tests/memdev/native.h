@@ -142,8 +142,6 @@ inline std::tuple<at::Tensor, at::Tensor> NativeDropout(const at::Tensor& input,
   return {input.mul(mask).mul_(kept == 0 ? 0. : 1. / kept), mask};
 }
 
-// ---- copies ---------------------------------------------------------------------------------------------------------
-
 constexpr uint64_t kSolidBytes = 4096;  // smaller copies run in hollow mode, too: a program may read them
 
 struct Copy : Work {

@@ -272,9 +272,6 @@ def test_bad_files_are_one_line(content: bytes | None, tmp_path: Path, capsys: p
     assert "bad.log" in said and said.count("\n") == 1
 
 
-# -- a sweep --
-
-
 def test_a_sweep_is_a_curve_that_its_single_budgets_lie_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(file, "--policy", "plan", "--sweep", "--json") == 0
     curve = json.loads(capsys.readouterr().out)["sweep"]

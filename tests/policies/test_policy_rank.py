@@ -76,9 +76,6 @@ LINKS = st.builds(
 LINK = Link(1e9, 1e9)
 
 
-# -- filters ---------------------------------------------------------------------------------------------------------
-
-
 def score(name: str, **columns: object) -> np.ndarray:
     return FILTERS[name](Candidates.build(**columns))  # type: ignore[arg-type]
 
@@ -138,9 +135,6 @@ def test_dtr_options_leave_out_what_is_small_and_sample_by_seed() -> None:
     # left out means last, not never
     ranking = rank(c, DtrOptions(FILTERS["dtr"]), DIRECTORS["evict"], NO_LINK)
     assert len(ranking) == 100 and ranking.order[-1] == 0
-
-
-# -- rank ------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -226,9 +220,6 @@ def test_a_long_search_past_what_the_director_keeps() -> None:
 def test_bad_columns_are_refused(column: str, value: object) -> None:
     with pytest.raises(ValueError, match=column):
         Candidates.build([1, 2, 3], **{column: value})  # type: ignore[arg-type]
-
-
-# -- directors -------------------------------------------------------------------------------------------------------
 
 
 def by_hand_auto(c: Candidates, order: list[int], link: Link, urgent: int, bias: float) -> list[int]:

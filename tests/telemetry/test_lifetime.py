@@ -50,9 +50,6 @@ def child(body: str, **environment: str) -> subprocess.Popen[str]:
     return process
 
 
-# -- the address --
-
-
 def test_the_address_is_private_and_goes_with_the_budget(runtime: Path) -> None:
     before = global_state()
     with memmgr.budget(LIMIT, quiet=True):
@@ -218,9 +215,6 @@ def test_who_cannot_be_reached_is_told_why() -> None:
         stream.connect(os.getpid())
 
 
-# -- forks --
-
-
 def test_a_forked_child_neither_serves_nor_unlinks(runtime: Path, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     with memmgr.budget(LIMIT, quiet=True, log=log), Watching(interval_seconds=0.02) as watching:
@@ -263,9 +257,6 @@ def test_a_forked_child_that_exits_in_the_ordinary_way(runtime: Path) -> None:
         assert watching.next("hello")["pid"] == process.pid
     process.communicate("\n", timeout=60)
     assert process.returncode == 0 and list(runtime.iterdir()) == []
-
-
-# -- the log --
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -424,9 +415,6 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
             step()
 
 
-# -- background errors are reported once --
-
-
 def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(telemetry: Any, wanting: Any) -> None:
         raise KeyError("lost")
@@ -467,9 +455,6 @@ def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
         elapsed += log.interval_seconds
     log.close()
     assert 5_000 < samples < 20_000
-
-
-# -- cost for the run: none that can be measured --
 
 
 def _switches(name: str) -> int:

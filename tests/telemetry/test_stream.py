@@ -198,9 +198,6 @@ def test_only_so_many_readers() -> None:
             reader.close()
 
 
-# -- slow and dead readers --
-
-
 def test_a_reader_that_does_not_read_loses_lines_and_is_told() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
