@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import forkserver
 import pytest
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memmgr
 from memmgr.native import binding as native
+
+from .raw_reads import READS, same
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")]  # 3.12 warns of fork beside threads
 
@@ -69,24 +72,11 @@ def _both_ways(pager: native.Pager) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return root, evicted, offloaded
 
 
-READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "op": lambda t: t + 0,
     "numpy": lambda t: torch.from_numpy(t.numpy()),
-    "tolist": lambda t: torch.tensor(t.tolist()),
-    "storage": lambda t: torch.tensor([t.untyped_storage()[i] for i in range(64)], dtype=torch.uint8).view(
-        torch.float32
-    ),
-    "pickle": lambda t: torch.load(_saved(t)),
+    **{name: READS[name] for name in ("tolist", "storage list", "save")},
 }
-
-
-def _saved(t: torch.Tensor) -> object:
-    import io
-
-    file = io.BytesIO()
-    torch.save(t, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -97,8 +87,7 @@ def test_what_was_away_comes_back(pager: native.Pager, reader: str) -> None:
 
     def body() -> None:
         for wanted, tensor in zip(want, (evicted, offloaded), strict=True):
-            got = read(tensor)
-            assert torch.equal(got, wanted[: len(got)])
+            assert same(read(tensor), read(wanted))
         assert pager.stats()["absent_cells"] == 0
 
     Child(body).ends_well()

@@ -6,7 +6,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import io
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -23,6 +22,8 @@ import memmgr
 from memmgr.native import binding as native
 from memmgr.readers.names import NAMERS
 
+from .raw_reads import saved
+
 COUNT = 20_000  # 80 kB: more than the 64 KiB from which tensors may leave
 UNPATCHED = torch.Tensor.data_ptr
 PLAIN = getattr(torch.Tensor, "const_data_ptr", UNPATCHED)  # the other counts as a write that no op announces
@@ -30,14 +31,6 @@ PLAIN = getattr(torch.Tensor, "const_data_ptr", UNPATCHED)  # the other counts a
 
 def _values() -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.full(COUNT, 3.0, np.float32)
-
-
-def _loaded() -> torch.Tensor:
-    file = io.BytesIO()
-    torch.save(torch.from_numpy(_values()), file)
-    file.seek(0)
-    tensor: torch.Tensor = torch.load(file)
-    return tensor
 
 
 MAKERS: dict[str, Callable[[], torch.Tensor]] = {
@@ -49,7 +42,7 @@ MAKERS: dict[str, Callable[[], torch.Tensor]] = {
     "tensor of an array": lambda: torch.tensor(_values()),
     "from_numpy": lambda: torch.from_numpy(_values()),
     "frombuffer": lambda: torch.frombuffer(bytearray(_values().tobytes()), dtype=torch.float32),
-    "load": _loaded,
+    "load": lambda: saved(torch.from_numpy(_values())),
     "pickle": lambda: pickle.loads(pickle.dumps(torch.from_numpy(_values()))),
     "deepcopy": lambda: copy.deepcopy(torch.from_numpy(_values())),
     "storage": lambda: torch.tensor([], dtype=torch.float32).set_(torch.UntypedStorage(4 * COUNT)).fill_(3.0),  # type: ignore[call-overload]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import copy
 import ctypes
 import gc
-import io
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +19,8 @@ from torch import nn
 
 import memmgr
 from memmgr.native import binding as native
+
+from .raw_reads import READS, same
 
 LIMIT = "1GB"
 
@@ -224,27 +223,6 @@ def test_the_default_dtype_of_then(opened: native.Pager) -> None:
     assert torch.equal(y.detach(), want)
 
 
-SCOPED: dict[str, Callable[[torch.Tensor], Any]] = {
-    "tolist": lambda t: t.tolist(),
-    "repr": lambda t: repr(t),
-    "item": lambda t: t[7].item(),
-    "deepcopy": lambda t: copy.deepcopy(t).sum().item(),
-    "deepcopy of a buffer": lambda t: copy.deepcopy({"state": [t]})["state"][0].sum().item(),
-    "pickle": lambda t: pickle.loads(pickle.dumps(t)).sum().item(),
-    "save": lambda t: _saved(t, True),
-    "save, the old format": lambda t: _saved(t, False),
-    "storage item": lambda t: t.untyped_storage()[5],
-    "storage list": lambda t: sum(t.untyped_storage().tolist()),
-    "storage copy": lambda t: (
-        torch.UntypedStorage(t.untyped_storage().nbytes()).copy_(t.untyped_storage()).tolist()[:9]
-    ),
-    "set_": lambda t: torch.empty(0).set_(t.untyped_storage())[2].item(),
-    "safetensors": lambda t: _safetensors(t),
-    "sparse": lambda t: (
-        torch.sparse_coo_tensor(torch.arange(4096)[None], t, (4096,), check_invariants=False).to_dense().sum().item()
-    ),
-    "bool": lambda t: bool((t == t).all()),
-}
 ESCAPED: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy": lambda t: t.numpy(),
     "asarray": lambda t: __import__("numpy").asarray(t),
@@ -256,24 +234,12 @@ ESCAPED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def _saved(t: torch.Tensor, new: bool) -> float:
-    buffer = io.BytesIO()
-    torch.save(t, buffer, _use_new_zipfile_serialization=new)
-    buffer.seek(0)
-    return float(torch.load(buffer).sum())
-
-
-def _safetensors(t: torch.Tensor) -> float:
-    safetensors = pytest.importorskip("safetensors.torch")
-    return float(safetensors.load(safetensors.save({"t": t}))["t"].sum())
-
-
-@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("name", READS)
 @pytest.mark.rule(9)
 def test_scoped_readers_find_the_bytes_and_pin_nothing(opened: native.Pager, name: str) -> None:
-    want = SCOPED[name](_numbers())
+    want = READS[name](_numbers())
     t = _away(opened, _numbers() + 0)
-    assert SCOPED[name](t) == want
+    assert same(READS[name](t), want)
     info = _state(opened, t)
     assert not info["escaped"]
     assert info["pins"] == 0
