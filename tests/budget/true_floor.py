@@ -17,8 +17,6 @@ Known limitation: gradients on their way between two nodes are counted, although
 not saved tensors, and no hook can take them out.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -92,7 +90,7 @@ class IdealManager:
         self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
         self.saves = 0
 
-    def __enter__(self) -> IdealManager:
+    def __enter__(self) -> "IdealManager":
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self

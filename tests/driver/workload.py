@@ -5,8 +5,6 @@ kernels are the double's: fill, add, check. Some blocks are another allocator's,
 home. The program orders its own work as any program must; all else is up to the tier and the device.
 """
 
-from __future__ import annotations
-
 import ctypes as c
 import random
 from collections.abc import Callable
@@ -62,7 +60,7 @@ class Workload:
         slab: int = 8192,
         folder: Path | None = None,
         below: int = 0,
-        beside: Workload | None = None,
+        beside: "Workload | None" = None,
     ):
         if beside is None:
             driver.reset(seed, mode)

@@ -10,8 +10,6 @@ Results are kept as Python ``bytes``, never as tensors: they neither count again
 something that changes later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect
@@ -391,7 +389,7 @@ class Outcome:
     record: Record | None
     error: BaseException | None
 
-    def same_as(self, other: Outcome, label: str) -> None:
+    def same_as(self, other: "Outcome", label: str) -> None:
         if self.error is not None or other.error is not None:
             a, b = _error(self.error), _error(other.error)
             assert a == b, f"{label}: unmanaged {a or 'runs'}, managed {b or 'runs'}"

@@ -5,8 +5,6 @@ real one can come, among other places: `test_threads.py` sends real ones at rand
 trace function may also raise at the end of a `with`, before its `__exit__` is called, where the interpreter never looks.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools
@@ -44,7 +42,7 @@ class Interrupt:
         self.seen = 0
         self.where = ""
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> "Interrupt":
         sys.settrace(self._call)
         return self
 

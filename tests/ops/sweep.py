@@ -14,8 +14,6 @@ As a program, for one op, or for everything with each bucket in a process of its
     python -m tests.ops.sweep --all [--jobs 2]
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os
@@ -83,7 +81,7 @@ class Result(NamedTuple):
 
     entries: dict[str, Any]
 
-    def differences(self, other: Result) -> list[str]:
+    def differences(self, other: "Result") -> list[str]:
         a, b = self.entries, other.entries
         return [
             f"{name} ({_how(a.get(name), b.get(name))})" for name in {**a, **b} if a.get(name, ()) != b.get(name, ())
@@ -353,7 +351,7 @@ class Report:
     stats: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
-    def add(self, other: Report) -> None:
+    def add(self, other: "Report") -> None:
         self.same += other.same
         self.raised += other.raised
         self.nondeterministic += other.nondeterministic

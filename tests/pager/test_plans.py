@@ -1,7 +1,5 @@
 """Measured periods, their plans, and the pager following them: the same bits, the budget, and the gain of a plan."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import functools
@@ -167,7 +165,7 @@ def test_a_plan_that_cannot_be_made_costs_nothing_but_speed(monkeypatch: pytest.
 class States(models.Training):
     """Little is computed, and most of it lives from one step to the next."""
 
-    def __init__(self, between: Callable[[States, int], None] = lambda *_: None) -> None:
+    def __init__(self, between: "Callable[[States, int], None]" = lambda *_: None) -> None:
         layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(10)]
         model = nn.Sequential(*layers, nn.Linear(256, 10))
         x, y = torch.randn(128, 256), torch.randint(10, (128,))
