@@ -608,7 +608,7 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
 
     from .test_interrupts import Training, numbers, random_states
 
-    training = Training(3)
+    training = Training(5)
     legitimate, want = random_states(training), training.run()
 
     def managed_passes() -> None:
