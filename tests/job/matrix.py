@@ -123,6 +123,18 @@ def _mean(model: nn.Module) -> Callable[[int], torch.Tensor]:
     return lambda i: model(_rows(i)).square().mean()
 
 
+def plain(name: str, make: Callable[[], nn.Module]) -> None:
+    """A case in which nothing but the model is special."""
+
+    def fn(seed: int, scope: Scope) -> Record:
+        torch.manual_seed(5)
+        model = make()
+        return _train(model, scope, _mean(model))
+
+    fn.__name__ = name
+    case(fn)
+
+
 def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -133,16 +145,9 @@ def _ddp(model: nn.Module | None = None, **options: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model or _body(), bucket_cap_mb=0.05, **options)
 
 
-@case
-def ddp(seed: int, scope: Scope) -> Record:
-    model = _ddp()
-    return _train(model, scope, _mean(model))
-
-
-@case
-def ddp_bucket_views(seed: int, scope: Scope) -> Record:
-    model = _ddp(gradient_as_bucket_view=True)
-    return _train(model, scope, _mean(model))
+plain("ddp", _ddp)
+plain("ddp_bucket_views", lambda: _ddp(gradient_as_bucket_view=True))
+plain("ddp_static_graph", lambda: _ddp(static_graph=True))
 
 
 @case
@@ -164,18 +169,8 @@ class ManyParameters(nn.Module):
         return self.body(x) * torch.cat(list(self.scales)).mean()
 
 
-@case
-def ddp_many_parameters(seed: int, scope: Scope) -> Record:
-    """C++ reads such lists by addresses that it took before an op, in the constructor and where buckets are made anew."""
-    torch.manual_seed(5)
-    model = _ddp(ManyParameters())
-    return _train(model, scope, _mean(model))
-
-
-@case
-def ddp_static_graph(seed: int, scope: Scope) -> Record:
-    model = _ddp(static_graph=True)
-    return _train(model, scope, _mean(model))
+# C++ reads such lists by addresses that it took before an op, in the constructor and where buckets are made anew.
+plain("ddp_many_parameters", lambda: _ddp(ManyParameters()))
 
 
 @case
@@ -277,42 +272,26 @@ def _fsdp(model: nn.Module | None = None, *, mesh: Any = None, nested: bool = Fa
     return fully_shard(model, **options)
 
 
-@case
-def fsdp2_reshard(seed: int, scope: Scope) -> Record:
-    model = _fsdp(reshard_after_forward=True)
-    return _train(model, scope, _mean(model))
-
-
-@case
-def fsdp2_keep(seed: int, scope: Scope) -> Record:
-    model = _fsdp(reshard_after_forward=False)
-    return _train(model, scope, _mean(model))
-
-
-@case
-def fsdp2_mixed_precision(seed: int, scope: Scope) -> Record:
+def _lower() -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model = _fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-    return _train(model, scope, _mean(model))
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@case
-def fsdp2_checkpointed_mixed_precision(seed: int, scope: Scope) -> Record:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    torch.manual_seed(5)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _fsdp(nn.Sequential(*[Checkpointed() for _ in range(3)]), mp_policy=policy)
-    return _train(model, scope, _mean(model))
-
-
-@case
-def fsdp2_cpu_offload(seed: int, scope: Scope) -> Record:
+def _offloaded() -> nn.Module:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    model = _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return _train(model, scope, _mean(model))
+    return _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+plain("fsdp2_reshard", lambda: _fsdp(reshard_after_forward=True))
+plain("fsdp2_keep", lambda: _fsdp(reshard_after_forward=False))
+plain("fsdp2_mixed_precision", lambda: _fsdp(mp_policy=_lower()))
+plain(
+    "fsdp2_checkpointed_mixed_precision",
+    lambda: _fsdp(nn.Sequential(*[Checkpointed() for _ in range(3)]), mp_policy=_lower()),
+)
+plain("fsdp2_cpu_offload", _offloaded)
 
 
 @case
@@ -520,11 +499,10 @@ class RingAttention(nn.Module):
         return x + self.out(torch.cat(scores, -1).softmax(-1) @ torch.cat(values))
 
 
-@case
-def ring_attention(seed: int, scope: Scope) -> Record:
-    torch.manual_seed(5)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(RingAttention(), Block(), RingAttention()))
-    return _train(model, scope, _mean(model))
+plain(
+    "ring_attention",
+    lambda: nn.parallel.DistributedDataParallel(nn.Sequential(RingAttention(), Block(), RingAttention())),
+)
 
 
 class Experts(nn.Module):

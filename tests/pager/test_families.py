@@ -28,10 +28,6 @@ def _family(run: Callable[..., Any], *, tried: int = ENOUGH, verify: bool = Fals
         yield mm, native
 
 
-def _doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
 class Counted:
     """A kernel that counts its runs; a length of which it gives other bytes each time."""
 
