@@ -129,7 +129,7 @@ test-sanitized: setup ## a share of the pager's tests under AddressSanitizer and
 
 soak: setup ## a thousand steps, an hour of random threads that allocate, seed, train and fork, an hour of random ranks (SOAK_SECONDS=600)
 	MEMMGR_SOAK_SECONDS=$(or $(SOAK_SECONDS),3600) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/exactness/test_long_run.py \
-	  tests/exactness/test_threads.py tests/job/test_chance.py -k "test_soak or thousand_steps" -s $(PYTEST_ARGS)
+	  tests/exactness/test_threads.py tests/job/test_matrix.py -k "test_soak or thousand_steps" -s $(PYTEST_ARGS)
 
 check-headers: setup ## compile what faces torch against the headers of other releases (TORCHES="2.11.0 2.13.0")
 	$(PY) allocator/cuda/check_headers.py $(or $(TORCHES),installed)

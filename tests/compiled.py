@@ -2,8 +2,6 @@
 tests/compiled.py`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -11,8 +11,6 @@ variable gets an interpreter of its own, and so does one with an option that is 
 This module may stand where a module has imported `subprocess`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -167,8 +165,6 @@ def run(args: list[str], *, timeout: float | None = None, check: bool = False, *
     return done
 
 
-# ---- for shells --------------------------------------------------------------------------------------------------------
-
 _SHIM = """#!{python} -ISB
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as there:
@@ -225,9 +221,6 @@ def commands(folder: Path) -> Iterator[Path]:
             yield place
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-
-
-# ---- the server --------------------------------------------------------------------------------------------------------
 
 
 def serve(number: int) -> None:

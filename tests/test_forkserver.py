@@ -1,7 +1,5 @@
 """A program that the fork server starts is as `subprocess` would have started it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Marks of tests: each rule has a case in `make test-fast`, and the files that go first exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,20 +1,19 @@
 """Threads of a test."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 
-def in_threads(work: Callable[[int], object], arguments: Iterable[int]) -> None:
+def in_threads(work: Callable[[Any], object], arguments: Iterable[Any]) -> None:
     """Runs `work` in a thread for each argument, all at once, and raises the first exception of one."""
     errors: list[BaseException] = []
 
-    def run(argument: int) -> None:
+    def run(argument: Any) -> None:
         try:
             work(argument)
         except BaseException as error:

@@ -3,13 +3,10 @@
     python child.py '{"model": "gpt", "how": "with", "budget": 100000000, ...}'
 
 `how`: plain (no memmgr in the process) · measure (no limit) · with · decorator · environment (unmodified: the parent set
-MEMMGR_BUDGET) · manage (AdamW's moments through memmgr.manage). `inside`: the model is built under the budget. `fail`:
+MEMMGR_BUDGET). `inside`: the model is built under the budget. `fail`:
 "forward" or "backward" raises in the last step, and the exception leaves the budget.
 """
 
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import json
 import os
@@ -24,8 +21,6 @@ import torch
 SPEC: dict[str, Any] = json.loads(sys.argv[1])
 if SPEC["how"] in ("with", "decorator", "measure"):
     import memmgr
-if SPEC.get("threads"):
-    torch.set_num_threads(SPEC["threads"])
 
 from budget import models  # noqa: E402  after memmgr, as a user would
 
@@ -136,9 +131,6 @@ def main() -> None:
         result["stats"] = {k: v for k, v in sys.modules["memmgr"].stats().items() if isinstance(v, int | float)}
     result["memmgr"] = "memmgr.runtime.session" in sys.modules
     result["io"] = {k: v - io_before[k] for k, v in io_counters().items()}
-    if SPEC.get("after"):  # ordinary work after the budget's end
-        with contextlib.suppress(Deliberate):
-            build().step()
     print("end", flush=True)
     sys.stdin.readline()
     del kept

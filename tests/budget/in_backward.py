@@ -1,7 +1,5 @@
 """The identity, with a backward of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

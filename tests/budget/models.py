@@ -3,8 +3,6 @@
 Each entry of `MODELS` makes a `Training` of it: `step()` takes one optimizer step and returns the loss.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

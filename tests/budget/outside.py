@@ -1,7 +1,5 @@
 """Runs `child.py` in a process of its own and watches its memory from outside, with `/proc`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

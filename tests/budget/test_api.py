@@ -1,7 +1,5 @@
 """The interface for users, apart from sizes and errors: the figures, the one line at the end, the environment."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
@@ -13,6 +11,7 @@ from pathlib import Path
 import forkserver
 import pytest
 import torch
+from threads import in_threads
 
 import memmgr
 from memmgr.config import conf, variables
@@ -101,9 +100,7 @@ def test_another_thread_cannot_open_a_second_one() -> None:
             found.append(error)
 
     with memmgr.budget("1GB", quiet=True) as mm:
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
+        in_threads(lambda _: enter(), range(1))
         _train()
     assert len(found) == 1 and "do not nest" in str(found[0]) and not isinstance(found[0], torch.OutOfMemoryError)
     assert mm.stats()["budget_bytes"] == 10**9 and mm.stats()["passes"] == 2

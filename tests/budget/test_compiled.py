@@ -1,7 +1,5 @@
 """Compiled functions under a budget: the same graphs and bits (rule 15), and errors that name the model and a budget that works."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

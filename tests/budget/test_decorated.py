@@ -1,7 +1,5 @@
 """`@memmgr.budget(...)`: one budget over all calls of a function, so that steps share plans and a summary."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading
@@ -11,6 +9,7 @@ from typing import Any
 import forkserver
 import pytest
 import torch
+from threads import in_threads
 
 import memmgr
 from memmgr.api.budget import current
@@ -137,9 +136,5 @@ def test_threads_share_it() -> None:
     mm = memmgr.budget("8MB", device="cpu", quiet=True)
     step, met = mm(lambda: met.append(current()) or together.wait()), []  # type: ignore[func-returns-value]
     together = threading.Barrier(4, timeout=60)
-    threads = [threading.Thread(target=step) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: step(), range(4))
     assert len(met) == 4 and met[0] is not None and len(set(map(id, met))) == 1

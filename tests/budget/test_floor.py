@@ -1,7 +1,5 @@
 """`floor_bytes` against the true floor, which `true_floor.py` measures without memmgr; and the memory that recording may keep."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import pathlib
@@ -76,9 +74,6 @@ def managed(name: str, limit: int | None, **options: Any) -> dict[str, Any]:
     return stats
 
 
-# ---- the measure itself ------------------------------------------------------------------------------------------------
-
-
 def test_the_ideal_manager_by_hand() -> None:
     """A chain of sines, small enough to count: each saves its input, nothing else is held."""
     n, depth = 100_000, 10
@@ -141,9 +136,6 @@ def test_the_ideal_manager_keeps_the_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
 
 
-# ---- floor_bytes ---------------------------------------------------------------------------------------------------------
-
-
 # tests/pager/test_floor.py trains each model with a twentieth over its floor. The ideal manager takes seconds for most models.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("convnet", "unet"))) for name in MODELS]
@@ -176,9 +168,6 @@ def test_a_tenth_over_the_floor_works_whatever_is_dropped(seed: int) -> None:
         losses = [training.step() for _ in range(STEPS)]
     assert losses == plain("gpt")
     assert mm.stats()["resident_bytes.peak"] <= limit + there
-
-
-# ---- recording keeps nothing alive ------------------------------------------------------------------------------------
 
 
 def roots_in_a_loop() -> None:
@@ -261,8 +250,7 @@ LOOPS: dict[str, Callable[[], object]] = {
 
 # One training; the loops keep more than trainings do, and the floors of all trainings are measured above.
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in MODELS and name != "lstm")) for name in LOOPS],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MODELS and name != "lstm")) for name in LOOPS]
 )
 def test_recording_keeps_nothing_alive(name: str) -> None:
     """Live bytes under an unlimited budget, by our books and by torch's profiler, are at most plain torch's and 1 %."""

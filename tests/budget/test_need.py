@@ -1,7 +1,5 @@
 """A budget as a share of the run's need, and `auto`: measured first, then set."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Each part earns its place: recomputation alone, offloading alone, the choice between them, managed tensors, a bad disk."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import gc
@@ -81,9 +79,6 @@ def at(name: str, share: float, steps: int = STEPS, **options: Any) -> dict[str,
     return stats
 
 
-# ---- one action alone ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", BOTH)
 def test_offload_alone(name: str) -> None:
     stats = at(name, 0.5, policy="offload")
@@ -123,8 +118,6 @@ def test_more_saved_means_more_moved() -> None:
     half, most = at("gpt", 0.5, policy="evict"), at("gpt", 0.9, policy="evict")
     assert most["evicted_bytes"] < half["evicted_bytes"]
 
-
-# ---- the system's count of written bytes ---------------------------------------------------------------------------------
 
 SIZES: dict[str, dict[str, int]] = {
     "gpt": {"layers": 4, "width": 192, "context": 128, "batch": 12},
@@ -167,9 +160,6 @@ def test_evict_alone_writes_nothing() -> None:
         assert seen.result["io"][field] - measured.result["io"][field] < 1_000_000
 
 
-# ---- the choice ----------------------------------------------------------------------------------------------------------
-
-
 def offloaded_share(stats: dict[str, Any]) -> float:
     """The share of the bytes that left that was offloaded."""
     return float(stats["offload_bytes"] / max(1, stats["offload_bytes"] + stats["evicted_bytes"]))
@@ -194,9 +184,6 @@ def test_auto_chooses_by_the_link(name: str) -> None:
             break
     print(f"{name}: offloaded share of what left, 50 MB/s {slow:.1%}, 2 GB/s {fast:.1%}")
     assert fast > slow + 0.03, f"the choice does not depend on the link: {seen}"
-
-
-# ---- managed tensors -----------------------------------------------------------------------------------------------------
 
 
 def wide_training(manage: bool, steps: int = 4) -> tuple[int, list[float], list[bytes], int]:
@@ -268,9 +255,6 @@ def test_manage_without_a_budget() -> None:
 def test_what_cannot_be_managed(thing: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"memmgr\.manage takes"):
         memmgr.manage(thing)
-
-
-# ---- a disk that is full or fails ------------------------------------------------------------------------------------
 
 
 def survives(name: str, share: float, **options: Any) -> tuple[dict[str, Any], RuntimeError | OSError | None]:

@@ -1,7 +1,5 @@
 """The peak stays inside the budget, by memmgr's own account and by the system's, seen from outside the process."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

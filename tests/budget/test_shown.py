@@ -1,7 +1,5 @@
 """The text that a budget shows, at a prompt and in a notebook."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

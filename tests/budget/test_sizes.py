@@ -1,7 +1,6 @@
-"""Sizes as people write them, and the arguments of `budget` that are not ones."""
+"""Sizes as people write them, the arguments of `budget` that are not ones, and figures of the machine."""
 
-from __future__ import annotations
-
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,10 +165,7 @@ def test_what_the_run_decides(given: str, is_: Need) -> None:
         ("need*-1", r"did you mean 'need\*1'\?"),
         ("atuo", r"did you mean 'auto'\?"),
         ("noen", r"did you mean 'none'\?"),
-        (
-            "lots",
-            r'"80%", "need\*60%" \(of what the run needs\), "auto", "device" \(.*\) or "none" \(no limit\)$',
-        ),
+        ("lots", r'"80%", "need\*60%" \(of what the run needs\), "auto", "device" \(.*\) or "none" \(no limit\)$'),
         ("devise", r"'devise' as a size; did you mean 'device'\?$"),
         ("0", r'\'0\' is not a positive size; expected "12GB".*"80%", "need\*60%".*or "none" \(no limit\)$'),
         ("out", r"cannot read 'out' as a size; expected [^;]*or \"none\" \(no limit\)$"),
@@ -255,9 +251,6 @@ def test_show(size: int, text: str) -> None:
 )
 def test_show_in_powers_of_two(size: int, text: str) -> None:
     assert show_size(size, binary=True) == text
-
-
-# ---- the same through `budget` ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,3 +397,32 @@ def test_a_switch_is_true_or_false(switch: str) -> None:
     options: dict[str, Any] = {switch: "yes"}
     with pytest.raises(TypeError, match=f"^{switch}: expected True or False; got 'yes'$"):
         memmgr.budget("1GB", **options)
+
+
+TIMES = """cpu  9 9 9 9 9 9 9 9 9 9
+cpu0 900 0 0 0 0 100 0 0 0 0
+cpu2 900 0 0 0 0 0 200 400 50 0
+cpu3 900 0 0 0 0 0 0 800 0 0
+intr 5 5 5 5 5 5 5 5 5
+"""
+
+
+def test_lost_time_is_that_of_interrupts_and_the_host_on_the_processors_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "stat").write_text(TIMES)
+    monkeypatch.setattr(machine, "_TIMES", tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    assert machine.lost_seconds() == 700 / os.sysconf("SC_CLK_TCK")
+
+
+def test_lost_time_is_none_where_the_kernel_hides_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "_TIMES", tmp_path / "none")
+    assert machine.lost_seconds() == 0.0
+
+
+def test_lost_time_is_what_psutil_reads() -> None:
+    times = psutil.cpu_times(percpu=True)
+    read = sum(times[number].irq + times[number].softirq + times[number].steal for number in os.sched_getaffinity(0))
+    hundredths = round(100 * machine.lost_seconds()) - round(100 * read)  # the kernel counts them
+    assert 0 <= hundredths < 500

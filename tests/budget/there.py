@@ -1,7 +1,5 @@
 """The live bytes that other tests left behind: a budget counts them, and they are no part of the test."""
 
-from __future__ import annotations
-
 import gc
 
 import memmgr

@@ -17,8 +17,6 @@ Known limitation: gradients on their way between two nodes are counted, although
 not saved tensors, and no hook can take them out.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -27,8 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-# ---- live bytes, as torch's own allocator sees them --------------------------------------------------------------------
 
 
 @dataclass
@@ -64,9 +60,6 @@ def live_curve(run: Callable[[], object]) -> Curve:
     return Curve(np.cumsum([e.nbytes() for e in events]))
 
 
-# ---- the ideal manager -------------------------------------------------------------------------------------------------
-
-
 class _Copy:
     """One storage's bytes, outside torch; and the storage that has them now, if one does."""
 
@@ -97,7 +90,7 @@ class IdealManager:
         self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
         self.saves = 0
 
-    def __enter__(self) -> IdealManager:
+    def __enter__(self) -> "IdealManager":
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self

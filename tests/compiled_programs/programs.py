@@ -1,8 +1,5 @@
 """Compiled programs and their bits. Run as a script: `programs.py NAME POLICY:BYTES...` prints those of a training in each of these
-budgets, a line each ("plain:0": in none), and then how many of its graphs came from the cache on disk.
-"""
-
-from __future__ import annotations
+budgets, a line each ("plain:0": in none), and then how many of its graphs came from the cache on disk."""
 
 import contextlib
 import hashlib

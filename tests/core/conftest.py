@@ -1,7 +1,5 @@
 """The native core is tested through its C ABI: as the pager and the Python side will call it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,10 +1,9 @@
-"""The C ABI of ``libmemmgr_core.so`` for the tests, by ctypes. Mirrors ``memmgr/core.h``; nothing else is known here."""
-
-from __future__ import annotations
+"""The C ABI of ``libmemmgr_core.so`` for the tests, by ctypes. Functions are typed by the headers; structures mirror them."""
 
 import ctypes as c
 import importlib.resources
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -79,56 +78,70 @@ class Bits(c.Structure):
     _fields_ = [("bits", c.c_void_p), ("item", c.c_uint32), ("values", c.c_uint64 * 2)]
 
 
-_SIGNATURES = {
-    "mm_bits_pack": (c.c_uint64, [c.c_void_p, c.c_uint64, c.POINTER(Bits)]),
-    "mm_bits_unpack": (None, [c.POINTER(Bits), c.c_void_p, c.c_uint64]),
-    "mm_bits_free": (None, [c.POINTER(Bits)]),
-    "mm_arena_create": (c.c_void_p, [c.c_uint64, c.c_uint64, c.c_char_p, c.c_size_t]),
-    "mm_arena_destroy": (c.c_int, [c.c_void_p]),
-    "mm_arena_set_reclaim": (None, [c.c_void_p, RECLAIM_FN, c.c_void_p]),
-    "mm_arena_set_budget": (None, [c.c_void_p, c.c_uint64]),
-    "mm_arena_add_outside": (None, [c.c_void_p, c.c_int64]),
-    "mm_arena_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t]),
-    "mm_arena_try_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t, c.c_uint64]),
-    "mm_arena_set_layout": (None, [c.c_void_p, c.c_int]),
-    "mm_arena_price": (None, [c.c_void_p, c.POINTER(Price), c.c_size_t]),
-    "mm_arena_disown": (c.c_int, [c.c_void_p, c.c_void_p, c.c_void_p]),
-    "mm_arena_set_staleness_exponent": (None, [c.c_void_p, c.c_double]),
-    "mm_arena_choose": (
-        c.c_int64,
-        [c.c_void_p, c.c_uint64, c.c_uint64, c.c_double, c.POINTER(Victim), c.c_size_t],
-    ),
-    "mm_arena_block_bytes": (c.c_size_t, [c.c_void_p, c.c_void_p]),
-    "mm_arena_base": (c.c_void_p, [c.c_void_p]),
-    "mm_arena_owns": (c.c_int, [c.c_void_p, c.c_void_p]),
-    "mm_arena_free": (None, [c.c_void_p, c.c_void_p]),
-    "mm_arena_trim": (c.c_uint64, [c.c_void_p, c.c_uint64]),
-    "mm_arena_stats_get": (None, [c.c_void_p, c.POINTER(ArenaStats)]),
-    "mm_arena_reset_peak": (None, [c.c_void_p]),
-    "mm_arena_note_virtual": (None, [c.c_void_p, c.c_int64]),
-    "mm_own_work": (None, [c.c_int]),
-    "mm_arena_resident": (c.c_uint64, [c.c_void_p]),
-    "mm_arena_small_bytes": (c.c_uint64, [c.c_void_p]),
-    "mm_arena_budget": (c.c_uint64, [c.c_void_p]),
-    "mm_arena_walk": (None, [c.c_void_p, BLOCK_FN, c.c_void_p]),
-    "mm_arena_check": (c.c_int, [c.c_void_p, c.c_char_p, c.c_size_t]),
-    "mm_tier_open_cached": (
-        c.c_void_p,
-        [c.c_char_p, c.c_uint64, c.c_uint64, c.c_int, c.c_uint64, c.c_char_p, c.c_size_t],
-    ),
-    "mm_tier_close": (None, [c.c_void_p]),
-    "mm_tier_write": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
-    "mm_tier_write_now": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
-    "mm_tier_lend": (c.c_int64, [c.c_void_p, c.c_int, c.c_uint64, c.c_uint64]),
-    "mm_tier_check_lent": (c.c_int, [c.c_void_p, c.c_int64]),
-    "mm_tier_read": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
-    "mm_tier_read_now": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
-    "mm_tier_poll": (c.c_int, [c.c_void_p, c.c_int64]),
-    "mm_tier_wait": (c.c_int, [c.c_void_p, c.c_int64]),
-    "mm_tier_free": (None, [c.c_void_p, c.c_int64]),
-    "mm_tier_stats_get": (None, [c.c_void_p, c.POINTER(TierStats)]),
-    "mm_tier_inject": (None, [c.c_void_p, c.c_int, c.c_int, c.c_int, c.c_int]),
+class DeviceStats(c.Structure):
+    _fields_ = [
+        (name, c.c_uint64)
+        for name in (
+            "waits cross_reuses synchronizations maps unmaps map_nanoseconds unmap_nanoseconds streams pools driver_errors"
+        ).split()
+    ]
+
+
+class PlacesStats(c.Structure):
+    _fields_ = [
+        (name, c.c_uint64)
+        for name in "rows frames computations asked_bytes displaced_bytes lacking_periods lacking_bytes".split()
+    ]
+
+
+HEADERS = Path(__file__).parents[2] / "allocator" / "include" / "memmgr"
+NOT_IN_A_HEADER = "int mm_test_lock_pieces(uint64_t first, uint64_t piece, int touch);"
+TYPES = {"void": None, "int": c.c_int, "unsigned": c.c_uint, "double": c.c_double, "size_t": c.c_size_t}
+TYPES |= {
+    "mm_stream": c.c_void_p,
+    "int64_t": c.c_int64,
+    "uint32_t": c.c_uint32,
+    "uint64_t": c.c_uint64,
+    "mm_slot": c.c_int64,
 }
+TYPES |= {"mm_reclaim_fn": RECLAIM_FN, "mm_block_fn": BLOCK_FN, "mm_price": Price, "mm_victim": Victim, "mm_bits": Bits}
+TYPES |= {"mm_arena_stats": ArenaStats, "mm_tier_stats": TierStats}
+TYPES |= {"mm_device_stats": DeviceStats, "mm_places_stats": PlacesStats}
+
+
+def _type(words: str, types: dict, result: bool = False):
+    """The ctypes type of a parameter or of a result. A pointer to any other type is an address, as is each of a result."""
+    base, *rest = words.replace("*", " * ").replace("const", "").split()
+    stars = rest.count("*")
+    if not stars:
+        return types[base]
+    if base == "char":
+        return c.c_char_p if stars == 1 else c.POINTER(c.c_char_p)
+    if stars == 2:
+        return c.POINTER(c.c_void_p)
+    return c.POINTER(types[base]) if types.get(base) and not result else c.c_void_p
+
+
+def prototypes(text: str, types: dict = TYPES) -> dict[str, tuple]:
+    """Name -> type of the result, types of the arguments: of the functions that begin a line of C, and take no function."""
+    found = re.findall(
+        r"(?m)^((?:const )?\w+ ?\**) ?\b((?:mm|meter|cu|fake)\w+)\(([^()]*)\)(?: \{|;)", re.sub(r"//.*", "", text)
+    )
+    return {
+        name: (
+            _type(result, types, True),
+            [_type(one, types) for one in arguments.split(",") if one.strip() not in ("", "void")],
+        )
+        for result, name, arguments in found
+    }
+
+
+def typed(library: c.CDLL, text: str, types: dict = TYPES) -> c.CDLL:
+    """The library, whose functions have the types of these prototypes."""
+    for name, (result, arguments) in prototypes(text, types).items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def library_path() -> Path | None:
@@ -142,16 +155,13 @@ def library_path() -> Path | None:
     return Path(str(found)) if found.is_file() else None
 
 
-def load() -> c.CDLL:
-    path = library_path()
+def load(path: Path | None = None) -> c.CDLL:
+    """The core at `path`, or the installed one."""
+    path = path or library_path()
     if path is None:
         raise FileNotFoundError("libmemmgr_core.so is not installed and MEMMGR_CORE_LIB is not set")
-    library = c.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
+    headers = [(HEADERS / name).read_text() for name in ("core.h", "device.h")]
+    return typed(c.CDLL(os.fspath(path)), "\n".join([*headers, NOT_IN_A_HEADER]))
 
 
 class Arena:

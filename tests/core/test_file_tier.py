@@ -1,7 +1,5 @@
 """The file tier: round trips, queues, errors that lose nothing, and nothing left behind."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -41,9 +39,6 @@ def scratch_files() -> list[str]:
         if target.endswith("(deleted)"):
             found.append(name)
     return found
-
-
-# ---- round trips -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["direct", "buffered", "in part"])
@@ -163,9 +158,6 @@ def test_random_slots_keep_their_contents(make_tier):
         used = sum(-(-source.size // 4096) * 4096 for source in held.values())
         assert tier.stats.used_bytes == used <= tier.stats.file_bytes <= 24 * MIB
     assert refused > 0
-
-
-# ---- queues ------------------------------------------------------------------------------------------------------
 
 
 def test_reads_go_before_writes(make_tier):
@@ -292,9 +284,6 @@ def test_what_copies_take_of_a_cpu_is_counted(make_tier):
     assert 0 < written < 0.5 * tier.stats.write_nanoseconds and 0 < read < 0.5 * tier.stats.read_nanoseconds
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------
-
-
 def test_a_full_tier_takes_nothing(make_tier):
     tier = make_tier(capacity=MIB)
     source = Bytes(2 * MIB, 1)
@@ -382,9 +371,6 @@ def test_calls_without_sense(make_tier):
     for slot in (-1, 0, 5, 2**40, 2**62):
         assert tier.poll(slot) == tier.wait(slot) == tier.read(slot, source.address) == -errno.EBADF
         tier.free(slot)
-
-
-# ---- leftovers -----------------------------------------------------------------------------------------------------
 
 
 def test_the_file_has_no_name_and_is_private(make_tier, tmp_path):
@@ -533,9 +519,6 @@ def test_room_comes_back_when_the_children_have_ended(core, tmp_path) -> None:
         """)
     )
     assert (ended.returncode, ended.stdout.strip()) == (0, "fine True"), ended.stderr
-
-
-# ---- slots that are lent -----------------------------------------------------------------------------------------
 
 
 def lend(tier, path, offset: int, size: int) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """The arena's pages: remap, moves and the chunks they are made in, the parts of the range, trim."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import random
@@ -175,8 +173,7 @@ def churn(arena: core_abi.Arena, most: int, sizes: list[int], live: list[tuple[i
 
 def test_moves_do_not_cut_memory_ever_finer(core):
     """Blocks of uneven lengths, the same round over and over. Where their ends were cut from moved memory, a later move
-    had to stop, and a round took ever more moves (the demo's GPT: 240 a step at first, 5,800 on average over 180).
-    """
+    had to stop, and a round took ever more moves (the demo's GPT: 240 a step at first, 5,800 on average over 180)."""
     budget = 64 * MIB
     arena = core_abi.Arena(core, budget, 1024 * MIB)
     start = arena.alloc(64 * KIB)
@@ -200,8 +197,7 @@ def test_moves_do_not_cut_memory_ever_finer(core):
 def test_memory_that_is_moved_is_hardly_ever_fetched_again(core):
     """The ends of blocks that no whole chunk fills come fresh from the system, page by page. With long chunks that was
     most of the time of a step of the demo's GPT at 100 % of its need (4,811 faults, 19.7 MB; 13 since). Chunks that a
-    third of the blocks are no multiples of pay if the others are moved in half the calls.
-    """
+    third of the blocks are no multiples of pay if the others are moved in half the calls."""
     budget = 96 * MIB
     arena = core_abi.Arena(core, budget, 1024 * MIB)
     dice = random.Random(0)
@@ -242,8 +238,7 @@ def test_chunks_are_as_long_as_the_blocks_have_it(core):
 
 def changing(core: Any, phases: list[tuple[list[int], int]]) -> tuple[int, int]:
     """Rounds of blocks of these lengths in a budget of 64 MiB, one phase after the other: bytes that the last one
-    moved, and bytes that it fetched.
-    """
+    moved, and bytes that it fetched."""
     arena = core_abi.Arena(core, 64 * MIB, 1024 * MIB)
     dice = random.Random(0)
     live: list[tuple[int, int]] = []
@@ -259,8 +254,7 @@ def changing(core: Any, phases: list[tuple[list[int], int]]) -> tuple[int, int]:
 
 def test_chunks_change_with_the_blocks(core):
     """Pieces of another length are fetched anew once, and later moves are whole. With the old length a fifth of the
-    moved bytes came from the system, time and again.
-    """
+    moved bytes came from the system, time and again."""
     moved, fetched = changing(core, [(RESNET_SIZES, 30), (GPT_SIZES, 60), (GPT_SIZES, 10)])
     assert moved > 640 * MIB
     assert fetched < 0.05 * moved
@@ -277,8 +271,7 @@ def test_what_was_cut_for_short_chunks_is_moved_in_long_ones(core):
 
 def test_a_block_takes_the_place_of_one_of_its_length(core):
     """Aligned blocks leave runs with holes behind them. The shortest run may have no pages at all, and the next one may
-    have all: 53 % of the allocated bytes had been moved to it here, and 38 % since.
-    """
+    have all: 53 % of the allocated bytes had been moved to it here, and 38 % since."""
     arena = core_abi.Arena(core, 96 * MIB, 1024 * MIB)
     dice = random.Random(0)
     live: list[tuple[int, int]] = []

@@ -1,7 +1,5 @@
 """Victims for a request: the sliding window against all windows, the cheapest bytes, and the limit."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import threading
@@ -111,8 +109,7 @@ def requests_for(pieces: list[Piece], limit: int, seed: int) -> list[int]:
 @given(seed=st.integers(0, 2**48))
 def test_the_window_is_the_cheapest_of_all_windows(core, seed):
     """Whole prices are added exactly, so run and ties are the same as with all windows tried: eight requests a layout,
-    and the blocks chosen for the last of them are released.
-    """
+    and the blocks chosen for the last of them are released."""
     arena, base, limit, prices, live = layout(core, seed, integer_prices=True)
     pieces = pieces_of(arena, base, limit, prices)
     resident = arena.stats.live_bytes
@@ -263,9 +260,6 @@ def test_a_window_that_is_free_already_still_meets_the_bytes(make_arena):
     for address in chosen:
         arena.free(address)
     assert arena.alloc(128 * KIB) is not None
-
-
-# ---- the limit and remap -----------------------------------------------------------------------------------------
 
 
 def reclaiming(arena: core_abi.Arena) -> list[list[int]]:

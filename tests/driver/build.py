@@ -1,7 +1,5 @@
 """Builds the double of libcuda, and variants of the core, into ``build/tests``: once per content of their sources."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

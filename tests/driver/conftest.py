@@ -1,7 +1,5 @@
 """The double of libcuda, built once, reset before each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

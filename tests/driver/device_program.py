@@ -8,8 +8,6 @@ memory is handed on too early, a check finds another owner's bytes.
 failed; a wait that is left out may also end the process.
 """
 
-from __future__ import annotations
-
 import ctypes as c
 import random
 import sys

@@ -1,9 +1,9 @@
 """The double of libcuda for Python tests: its entry points and its ``fake_*`` controls, by ctypes."""
 
-from __future__ import annotations
-
 import ctypes as c
 from pathlib import Path
+
+from .device_abi import core_abi
 
 PROMPT, RANDOM, LATE, THREADED, TIMED = range(5)
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 0, 1, 2, 3
@@ -31,73 +31,13 @@ class Access(c.Structure):
     _fields_ = [("location", Location), ("flags", c.c_int)]
 
 
-_P = c.c_void_p
-_SIZES = c.POINTER(c.c_size_t)
-_ADDRESS = c.POINTER(c.c_uint64)
-_SIGNATURES = {
-    "cuInit": [c.c_uint],
-    "cuGetErrorString": [c.c_int, c.POINTER(c.c_char_p)],
-    "cuDeviceGetCount": [c.POINTER(c.c_int)],
-    "cuDevicePrimaryCtxRetain": [c.POINTER(_P), c.c_int],
-    "cuCtxGetCurrent": [c.POINTER(_P)],
-    "cuCtxSetCurrent": [_P],
-    "cuCtxSynchronize": [],
-    "cuMemGetInfo_v2": [_SIZES, _SIZES],
-    "cuMemAlloc_v2": [_ADDRESS, c.c_size_t],
-    "cuMemFree_v2": [c.c_uint64],
-    "cuMemAddressReserve": [_ADDRESS, c.c_size_t, c.c_size_t, c.c_uint64, c.c_uint64],
-    "cuMemAddressFree": [c.c_uint64, c.c_size_t],
-    "cuMemCreate": [_ADDRESS, c.c_size_t, c.POINTER(AllocationProperties), c.c_uint64],
-    "cuMemRelease": [c.c_uint64],
-    "cuMemMap": [c.c_uint64, c.c_size_t, c.c_size_t, c.c_uint64, c.c_uint64],
-    "cuMemUnmap": [c.c_uint64, c.c_size_t],
-    "cuMemSetAccess": [c.c_uint64, c.c_size_t, c.POINTER(Access), c.c_size_t],
-    "cuMemGetAllocationGranularity": [_SIZES, c.POINTER(AllocationProperties), c.c_int],
-    "cuMemHostAlloc": [c.POINTER(_P), c.c_size_t, c.c_uint],
-    "cuMemFreeHost": [_P],
-    "cuMemHostRegister_v2": [_P, c.c_size_t, c.c_uint],
-    "cuMemHostUnregister": [_P],
-    "cuMemcpyHtoDAsync_v2": [c.c_uint64, _P, c.c_size_t, _P],
-    "cuMemcpyDtoHAsync_v2": [_P, c.c_uint64, c.c_size_t, _P],
-    "cuMemcpyDtoDAsync_v2": [c.c_uint64, c.c_uint64, c.c_size_t, _P],
-    "cuStreamCreate": [c.POINTER(_P), c.c_uint],
-    "cuStreamDestroy_v2": [_P],
-    "cuStreamWaitEvent": [_P, _P, c.c_uint],
-    "cuStreamSynchronize": [_P],
-    "cuStreamQuery": [_P],
-    "cuStreamIsCapturing": [_P, c.POINTER(c.c_int)],
-    "cuEventCreate": [c.POINTER(_P), c.c_uint],
-    "cuEventRecord": [_P, _P],
-    "cuEventQuery": [_P],
-    "cuEventSynchronize": [_P],
-    "cuEventElapsedTime": [c.POINTER(c.c_float), _P, _P],
-    "cuEventDestroy_v2": [_P],
-    "cuLaunchHostFunc": [_P, HOST_FN, _P],
-    "fake_launch_fill": [_P, c.c_uint64, c.c_uint64, c.c_int],
-    "fake_launch_check": [_P, c.c_uint64, c.c_uint64, c.c_int, _P],
-    "fake_launch_add": [_P, c.c_uint64, c.c_uint64, c.c_uint64, c.c_int],
-}
-_CONTROLS = {
-    "fake_reset": (None, [c.c_uint64, c.c_int]),
-    "fake_drain": (None, []),
-    "fake_fail_next": (None, [c.c_char_p, c.c_int, c.c_int]),
-    "fake_fail_times": (None, [c.c_char_p, c.c_int, c.c_int]),
-    "fake_break": (None, [c.c_int]),
-    "fake_set_integrated": (None, [c.c_int]),
-    "fake_call_count": (c.c_uint64, [c.c_char_p]),
-    "fake_set_memory": (None, [c.c_uint64]),
-    "fake_set_granularity": (None, [c.c_uint64]),
-    "fake_set_devices": (None, [c.c_int]),
-    "fake_set_capturing": (None, [_P, c.c_int]),
-    "fake_replay": (None, [_P, _P]),
-    "fake_set_lenient": (None, [c.c_int]),
-    "fake_illegal_uses": (c.c_uint64, []),
-    "fake_capture_violations": (c.c_uint64, []),
-    "fake_outstanding": (c.c_uint64, [c.c_char_p]),
-    "fake_set_figure": (None, [c.c_char_p, c.c_double]),
-    "fake_set_hollow": (None, [c.c_int]),
-    "fake_now": (c.c_double, []),
-}
+TYPES = core_abi.TYPES | dict.fromkeys(("CUresult", "CUdevice"), c.c_int) | {"float": c.c_float}
+TYPES |= dict.fromkeys(("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction"), c.c_void_p)
+TYPES |= dict.fromkeys(("CUdeviceptr", "CUmemGenericAllocationHandle"), c.c_uint64)
+TYPES |= {"CUmemAllocationProp": AllocationProperties, "CUmemAccessDesc": Access}
+PROTOTYPES = core_abi.prototypes(Path(__file__).with_name("fake_driver.cpp").read_text(), TYPES)
+PROTOTYPES["cuLaunchHostFunc"] = (c.c_int, [c.c_void_p, HOST_FN, c.c_void_p])
+PROTOTYPES["fake_launch_check"][1][-1] = c.c_void_p  # an address, of a number that stays
 
 
 class DriverError(RuntimeError):
@@ -112,13 +52,12 @@ class FakeDriver:
     def __init__(self, path: Path):
         self.path = path
         self.library = c.CDLL(str(path))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(self.library, name)
-            function.restype, function.argtypes = c.c_int, arguments
-        for name, (result, arguments) in _CONTROLS.items():
-            function = getattr(self.library, name)
+        for name, (result, arguments) in PROTOTYPES.items():
+            if (function := getattr(self.library, name, None)) is None:
+                continue  # compiled without it, for a test
             function.restype, function.argtypes = result, arguments
-            setattr(self, name.removeprefix("fake_"), function)
+            if name.startswith("fake_") and not name.startswith("fake_launch"):
+                setattr(self, name.removeprefix("fake_"), function)
         self.break_ = self.library.fake_break
         self.cuInit(0)
 
@@ -131,8 +70,6 @@ class FakeDriver:
         code = getattr(self.library, name)(*arguments)
         if code:
             raise DriverError(name, code)
-
-    # ---- shorter ways ------------------------------------------------------------------------------------------------
 
     def use_device(self, ordinal: int) -> None:
         """Makes this device's primary context the calling thread's."""

@@ -256,8 +256,6 @@ Fake& Get() {
   return *fake;
 }
 
-// ---- running work ------------------------------------------------------------------------------------------------
-
 bool Runnable(Stream* stream) {
   if (stream->timed) return false;  // NextEvent
   while (!stream->running && !stream->tasks.empty()) {
@@ -348,8 +346,6 @@ void RunFirst(Fake* fake, Stream* stream, Hold* hold) {
   ++stream->done;
   fake->changed.notify_all();
 }
-
-// ---- virtual time ------------------------------------------------------------------------------------------------
 
 struct NextWork {
   Stream* stream = nullptr;
@@ -594,8 +590,6 @@ void Push(Fake* fake, Stream* stream, Task task) {
   stream->tasks.push_back(std::move(task));
   ++stream->queued;
 }
-
-// ---- calls -------------------------------------------------------------------------------------------------------
 
 // The common begin of every entry point. If `error` is set, the entry point returns it.
 struct Call {
@@ -1321,8 +1315,6 @@ CUresult cuLaunchHostFunc(CUstream handle, void (*function)(void*), void* user) 
   return CUDA_SUCCESS;
 }
 
-// ---- kernels -----------------------------------------------------------------------------------------------------
-
 // The kernels of the core by name, regardless of the image: each thread of a launch runs the function that the device's
 // kernel calls, from the same source.
 }  // extern "C"
@@ -1452,8 +1444,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned blocks_y,
   call.Queue(stream, {.run = std::move(launched.run), .uses = std::move(launched.uses), .cost = cost});
   return CUDA_SUCCESS;
 }
-
-// ---- for tests ---------------------------------------------------------------------------------------------------
 
 // Runs queued work, takes everything back (handles and addresses from before are invalid), forgets counts and
 // faults.

@@ -1,7 +1,5 @@
 """A device's memory in stream order, on the double of libcuda: necessary and unnecessary waits, and the budget."""
 
-from __future__ import annotations
-
 import ctypes as c
 import os
 import random
@@ -19,7 +17,7 @@ from threads import in_threads
 from . import build
 from .device_abi import MAPPED, MIB, PLAIN, UNLIMITED, Device, core_abi, load
 from .device_program import Program
-from .fake import _SIGNATURES, LATE, PROMPT, RANDOM, THREADED, FakeDriver
+from .fake import LATE, PROMPT, PROTOTYPES, RANDOM, THREADED, FakeDriver
 
 KIB = 1024
 MODES = {PROMPT: "prompt", RANDOM: "random", LATE: "late", THREADED: "threaded"}
@@ -62,14 +60,11 @@ def open_device(device_core, driver: FakeDriver) -> Iterator[OpenDevice]:
 
 def calls(driver: FakeDriver) -> int:
     """All calls of the driver so far."""
-    return sum(driver.call_count(name.encode()) for name in _SIGNATURES if name.startswith("cu"))
+    return sum(driver.call_count(name.encode()) for name in PROTOTYPES if name.startswith("cu"))
 
 
 def waits(device: Device) -> int:
     return device.stats.waits
-
-
-# ---- waits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", [MAPPED, PLAIN])
@@ -139,9 +134,6 @@ def test_what_was_declared_used_is_waited_for(open_device: OpenDevice, driver: F
     driver.drain()
     assert wrong.value == 0
     device.free(address)
-
-
-# ---- blocks of another allocator ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("omit", ["", LENT, "used.touched"])
@@ -362,9 +354,6 @@ def test_more_sets_than_there_are_ids(open_device: OpenDevice, driver: FakeDrive
     assert device.check() == ""
 
 
-# ---- random programs -------------------------------------------------------------------------------------------------
-
-
 # Each mode has its programs on mapped memory, and the two that show most waits have them on plain memory, too.
 PROGRAMS = [
     pytest.param(
@@ -435,9 +424,6 @@ def test_no_wait_passes_by_the_names() -> None:
     }
     found = {name: len(re.findall(rf"(?<![\w.]){name}\(", re.sub(r"//.*", "", source))) for name in calls}
     assert found == calls, found
-
-
-# ---- the budget ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)
@@ -681,9 +667,6 @@ def test_plain_memory_is_one_piece_of_the_budget(open_device: OpenDevice, driver
     assert driver.outstanding(b"bytes") == 64 * MIB
 
 
-# ---- two devices, threads, fork --------------------------------------------------------------------------------------
-
-
 def test_two_devices_keep_apart(open_device: OpenDevice, driver: FakeDriver) -> None:
     first, second = open_device(budget=16 * MIB), open_device(ordinal=1, budget=16 * MIB)
     assert first.core.mm_device_ordinal(second.handle) == 1
@@ -808,9 +791,6 @@ def test_a_forked_child_leaves_the_device_alone(open_device: OpenDevice, driver:
         os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
     device.free(address)
-
-
-# ---- life ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_device_with_a_live_block_stays_open(open_device: OpenDevice, driver: FakeDriver) -> None:

@@ -1,7 +1,5 @@
 """A driver that says no: every call in turn, and a device whose memory others have."""
 
-from __future__ import annotations
-
 import ctypes as c
 
 import pytest
@@ -133,9 +131,6 @@ def test_a_context_that_has_ended_is_named_so(open_device: OpenDevice, driver: F
     assert f"(driver error {code}); the device's context has ended, after cudaDeviceReset".encode() in why.value
     assert why.value.endswith(b"the process has to be started anew")
     driver.break_(0)
-
-
-# ---- others have the memory ------------------------------------------------------------------------------------------
 
 
 def test_what_others_have_is_reclaimed_here(open_device: OpenDevice, driver: FakeDriver) -> None:

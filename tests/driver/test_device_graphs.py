@@ -1,7 +1,5 @@
 """Allocations while a stream is being captured into a graph, and the pools that graphs keep for themselves."""
 
-from __future__ import annotations
-
 import ctypes as c
 from collections.abc import Iterator
 
@@ -29,9 +27,6 @@ def captured(driver: FakeDriver) -> Iterator[int]:
     stream = driver.stream()
     yield stream
     driver.set_capturing(stream, 0)
-
-
-# ---- capture ---------------------------------------------------------------------------------------------------------
 
 
 def begin(driver: FakeDriver, device: Device, pages: int) -> tuple[int, int]:
@@ -124,9 +119,6 @@ def test_others_do_not_wait_for_a_stream_in_capture(open_device: OpenDevice, dri
     device.free(address)
     assert device.close() == -1
     device.free(again)
-
-
-# ---- pools -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_pool_keeps_its_memory(open_device: OpenDevice, driver: FakeDriver, captured: int) -> None:

@@ -1,7 +1,5 @@
 """The double itself: it is late, it keeps order only where it must, and it does not forgive."""
 
-from __future__ import annotations
-
 import ctypes as c
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""The host tier: there and back, errors, statistics, slots in every state, and a child that has forked."""
-
-from __future__ import annotations
+"""The host tier: there and back, errors, statistics, slots in every state, a child that has forked, and room in the slab: nothing
+overlaps, nothing is lost, best fit by address.
+"""
 
 import ctypes as c
 import errno
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from threads import in_threads
 
 from .fake import INVALID_VALUE, LATE, OUT_OF_MEMORY, PROMPT, RANDOM, THREADED, FakeDriver
 from .tier_abi import Device, HostTier
@@ -315,38 +314,6 @@ def test_the_tier_belongs_to_its_device(core, driver: FakeDriver) -> None:
     bench.close()
 
 
-def test_threads(core, driver: FakeDriver) -> None:
-    bench = Bench(core, driver, THREADED, capacity=32 * KIB)
-    errors: list[BaseException] = []
-
-    def train(number: int) -> None:
-        try:
-            driver.use_device(0)
-            stream, tier, device = driver.stream(), bench.tier, bench.device
-            for round_ in range(150):
-                size, value = 100 + 371 * ((round_ + number) % 5), (round_ + 50 * number) % 256
-                block = device.alloc(size, stream)
-                driver.fill(stream, block, size, value)
-                slot = tier.write(block, size)
-                device.free(block)
-                if slot == -errno.ENOSPC:
-                    continue
-                assert slot >= 0
-                block = device.alloc(size, stream)
-                assert tier.read_now(slot, block) == 0
-                tier.free(slot)
-                driver.check(stream, block, size, value, bench.wrong)
-                device.free(block)
-            driver("cuStreamSynchronize", stream)
-        except BaseException as error:
-            errors.append(error)
-
-    in_threads(train, range(4))
-    assert not errors, errors[0]
-    assert bench.tier.stats.used_bytes == 0
-    bench.close()
-
-
 def test_a_forked_child(core, driver: FakeDriver) -> None:
     bench = Bench(core, driver, THREADED)
     tier = bench.tier
@@ -412,3 +379,70 @@ def test_the_same_seed_gives_the_same_run(core, driver: FakeDriver) -> None:
         runs = [run_seed(core, driver, 7, mode) for _ in range(2)]
         first, second = [(run.checks, run.no_room, run.reads, run.traffic) for run in runs]
         assert first == second
+
+
+UNIT = 512
+
+
+def units(size: int) -> int:
+    return -(-size // UNIT)
+
+
+class Slab(Bench):
+    """A tier whose slots are known by their offset in the slab."""
+
+    def __init__(self, library, driver: FakeDriver, capacity: int):
+        super().__init__(library, driver, PROMPT, capacity)
+        self.block = self.device.alloc(1 << 16, None)
+        first = self.tier.write(self.block, 1)
+        self.start = self.tier.bytes(first)
+        self.tier.free(first)
+
+    def take(self, size: int) -> tuple[int, int] | None:
+        """(offset, slot), or None."""
+        slot = self.tier.write(self.block, size)
+        if slot < 0:
+            assert slot == -errno.ENOSPC
+            return None
+        return self.tier.bytes(slot) - self.start, slot
+
+
+@pytest.mark.parametrize("capacity", [512, 5000, 1 << 15])
+@settings(max_examples=50, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=st.lists(st.tuples(st.booleans(), st.integers(1, 6000)), max_size=80))
+def test_random_events(core, loaded_driver: FakeDriver, capacity: int, events: list[tuple[bool, int]]) -> None:
+    slab = Slab(core, loaded_driver, capacity)
+    room = bytearray(capacity // UNIT)  # 1: taken
+    live: dict[int, tuple[int, int]] = {}
+    for take, number in events:
+        if take:
+            holes = [len(hole) for hole in bytes(room).split(b"\1")]
+            found = slab.take(number)
+            assert (found is None) == (units(number) > max(holes))
+            if found is not None:
+                offset, slot = found
+                place = slice(offset // UNIT, offset // UNIT + units(number))
+                assert offset % UNIT == 0 and offset + number <= capacity and not any(room[place])
+                room[place] = b"\1" * units(number)
+                live[offset] = (number, slot)
+        elif live:
+            offset = sorted(live)[number % len(live)]
+            size, slot = live.pop(offset)
+            slab.tier.free(slot)
+            room[offset // UNIT : offset // UNIT + units(size)] = bytes(units(size))
+        assert slab.tier.stats.used_bytes == sum(room) * UNIT
+    for _, slot in live.values():
+        slab.tier.free(slot)
+    assert slab.take(capacity // UNIT * UNIT) is not None
+    slab.close()
+
+
+def test_best_fit_then_lowest_address(core, driver: FakeDriver) -> None:
+    slab = Slab(core, driver, UNIT * 16)
+    slots = dict(slab.take(count * UNIT) for count in (3, 1, 2, 1, 2, 1, 4, 1))
+    assert list(slots) == [0, 1536, 2048, 3072, 3584, 4608, 5120, 7168]
+    for offset in (0, 3584, 2048, 5120):
+        slab.tier.free(slots[offset])
+    # the lower one of the two holes of 2 units, not the 3 units at 0; then the 4 units shared with the next object
+    assert [slab.take(600)[0] for _ in range(3)] == [2048, 3584, 0]
+    slab.close()

@@ -1,7 +1,5 @@
 """Sums, comparisons and fills by the core's kernels: on the double, whose kernels have the same source, and on a GPU."""
 
-from __future__ import annotations
-
 import ctypes as c
 import errno
 import os
@@ -162,9 +160,6 @@ def kernels(request: pytest.FixtureRequest, library: c.CDLL) -> Iterator[Kernels
         yield request.getfixturevalue("on_double")(mode)
 
 
-# ---- results -----------------------------------------------------------------------------------------------------
-
-
 def test_sums_of_any_size_and_start(kernels: Kernels) -> None:
     assert kernels.library.mm_device_has_kernels(kernels.handle) == 1
     rng = random.Random(0)
@@ -257,9 +252,6 @@ def test_fills_end_where_they_should(kernels: Kernels) -> None:
         want = content[:begin] + bytes([byte]) * size + content[begin + size :]
         assert kernels.get(block, 8192) == want, (begin, size)
     kernels.free(block)
-
-
-# ---- when --------------------------------------------------------------------------------------------------------
 
 
 def test_pending_sums_are_of_the_bytes_at_their_place_in_the_stream(kernels: Kernels) -> None:
@@ -398,9 +390,6 @@ def test_threads_have_words_of_their_own(on_double: Callable[..., Kernels], driv
     assert not wrong
 
 
-# ---- captures, failures, absent functions ----------------------------------------------------------------------------
-
-
 def test_nothing_is_queued_on_a_stream_in_capture(on_double: Callable[..., Kernels], driver: FakeDriver) -> None:
     kernels = on_double(LATE)
     block, out, found, pending = kernels.alloc(4096), c.c_uint64(), c.c_uint(), c.c_void_p()
@@ -483,9 +472,6 @@ def test_a_driver_without_the_functions_opens(
     own.reset(0, PROMPT)
 
 
-# ---- the text --------------------------------------------------------------------------------------------------------
-
-
 def ptx() -> str:
     return kernels_ptx.HEADER.read_text().split('R"PTX(', 1)[1].split(')PTX"', 1)[0]
 
@@ -508,9 +494,6 @@ def test_the_text_is_that_of_the_source() -> None:
     if f"nvcc {kernels_ptx.release()}." not in header:
         pytest.skip("another nvcc than that of the header")
     assert kernels_ptx.header() == header
-
-
-# ---- a second on a GPU -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

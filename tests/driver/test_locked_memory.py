@@ -1,17 +1,15 @@
 """Page-locked memory grows in pieces, ahead of need. The sizes are a thousandth of a real tier's, but for one test."""
 
-from __future__ import annotations
-
 import ctypes as c
 import errno
 import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from threads import in_threads
 
 from .fake import LATE, NOT_SUPPORTED, OUT_OF_MEMORY, PROMPT, RANDOM, THREADED, FakeDriver
 from .test_host_tier import Bench
@@ -260,11 +258,7 @@ def test_a_write_waits_for_the_piece_that_it_needs(small, driver: FakeDriver) ->
         driver.use_device(0)
         slots[value] = bench.tier.write(blocks[value], 900 * KIB)
 
-    workers = [threading.Thread(target=write, args=(value,)) for value in range(16)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
+    in_threads(write, range(16))
     assert len(slots) == 16 and min(slots.values()) >= 0
     for value, slot in slots.items():
         bench.check_slot(slot, 900 * KIB, value)

@@ -1,7 +1,5 @@
 """Places on the double of libcuda: in a period that repeats no page is moved, and memory is handed on in stream order."""
 
-from __future__ import annotations
-
 import ctypes as c
 import os
 import random
@@ -196,9 +194,7 @@ def test_blocks_leave_for_a_site_that_lacks_memory(open_periods: Callable[..., P
     assert 0 < max(asked) <= 11 * PAGE  # so many blocks live at the highest moment
 
 
-def test_sites_stay_while_they_lack_memory_and_blocks_come_late(
-    open_periods: Callable[..., Periods],
-) -> None:
+def test_sites_stay_while_they_lack_memory_and_blocks_come_late(open_periods: Callable[..., Periods]) -> None:
     """A program that waits for memory asks at other positions. Sites of such a period would not be those of the next one, which
     has waited elsewhere. The lack is told, and the plan leaves room for them."""
     periods = open_periods(budget=PEAK + PAGE)
@@ -316,9 +312,6 @@ def test_a_driver_that_maps_no_memory_twice_costs_only_the_places(
         periods.run(LONG)
         assert driver.outstanding(b"bytes") <= PEAK
     assert periods.stats.displaced_bytes == 0
-
-
-# ---- stream order ----------------------------------------------------------------------------------------------------
 
 
 class Program:

@@ -1,7 +1,5 @@
 """The same device and tier on a real GPU, and on the double: only calls that both support, through the C ABI."""
 
-from __future__ import annotations
-
 import ctypes as c
 import random
 

@@ -1,8 +1,6 @@
 """Threads on the arena and its searches, both tiers, a device's memory and the double, in C++, under AddressSanitizer and
 ThreadSanitizer."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,9 +1,8 @@
-"""Leaving out any one wait of the host tier gives wrong bytes; the list of them is complete."""
-
-from __future__ import annotations
+"""Leaving out any one wait of the host tier gives wrong bytes; the list of them is complete; times of last uses."""
 
 import ctypes as c
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from . import build
 from .fake import LATE, PROMPT, RANDOM, FakeDriver
 from .test_device import OF_COPIES
-from .tier_abi import Device, HostTier
+from .test_host_tier import Bench
 from .workload import ENOSPC, WrongBytes, pattern, run_seed
 
 SOURCE = (build.CORE / "host_tier.cpp").read_text()
@@ -74,21 +73,15 @@ def test_a_device_that_is_always_idle_needs_none(core, driver: FakeDriver) -> No
 MIB = 1 << 20
 
 
-class Scene:
-    """A device on which only that runs for which somebody waits, a stream of the program, and a tier."""
+class Scene(Bench):
+    """A device on which work runs only for a wait, a stream of the program, and a tier."""
 
     def __init__(self, core: c.CDLL, driver: FakeDriver):
-        driver.reset(5, LATE)
-        driver.cuInit(0)
-        driver.use_device(0)
-        self.core, self.driver, self.stream = core, driver, driver.stream()
-        self.device = Device(core, driver.path, budget=64 * MIB)
-        self.tier = HostTier(self.device, 32 * MIB)
+        super().__init__(core, driver, LATE, 32 * MIB)
+        self.core = core
 
     def filled(self, value: int) -> int:
-        block = self.device.alloc(4 * MIB, self.stream)
-        self.driver.fill(self.stream, block, 4 * MIB, value)
-        return block
+        return super().filled(4 * MIB, value)
 
     def clock(self) -> int:
         return c.c_uint64.from_address(self.core.mm_device_clock()).value
@@ -99,12 +92,6 @@ class Scene:
     def run(self) -> None:
         """Runs the stream's work and the work that it waits for."""
         self.driver("cuStreamSynchronize", self.stream)
-
-    def close(self) -> None:
-        self.tier.close()
-        for block in list(self.device.live):
-            self.device.free(block)
-        assert self.device.close() == 0
 
 
 @pytest.fixture
@@ -216,3 +203,35 @@ def test_a_lent_block_that_was_not_written_ends_behind_its_last_use(scene: Scene
 def test_other_names_are_refused(core) -> None:
     assert core.mm_test_leave_out(b"no.such") == -1
     assert core.mm_test_leave_out(None) == core.mm_test_leave_out(b"") == 0
+
+
+PROGRAM = r"""
+#include "base/latest.h"
+#include <thread>
+using memmgr::pager::raise_to;
+std::atomic<uint64_t> now{1}, latest{0};
+int main() {
+  // One thread has read the clock and is late; the other's later work, behind a mark, was noted meanwhile.
+  raise_to(latest, 6);
+  raise_to(latest, 5);
+  if (latest.load() != 6) return 1;
+  const auto use = [] {
+    for (int i = 0; i < 100000; ++i) raise_to(latest, now.fetch_add(1) + 1);
+  };
+  std::thread one(use), other(use);
+  one.join();
+  other.join();
+  return latest.load() == now.load() ? 0 : 2;
+}
+"""
+
+
+def test_an_older_time_never_replaces_a_later_one(tmp_path: Path) -> None:
+    compiler = build.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source, program = tmp_path / "latest.cpp", tmp_path / "latest"
+    source.write_text(PROGRAM)
+    pager = build.CORE.parent / "pager"
+    subprocess.run([compiler, "-std=c++20", "-O2", "-pthread", f"-I{pager}", source, "-o", program], check=True)
+    assert subprocess.run([program]).returncode == 0

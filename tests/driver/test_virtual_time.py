@@ -1,7 +1,5 @@
 """The double's clock: a program's calls and work take as long as the figures say, and it waits where it would on a GPU."""
 
-from __future__ import annotations
-
 import ctypes as c
 import json
 from collections.abc import Iterator

@@ -5,15 +5,14 @@ kernels are the double's: fill, add, check. Some blocks are another allocator's,
 home. The program orders its own work as any program must; all else is up to the tier and the device.
 """
 
-from __future__ import annotations
-
 import ctypes as c
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from threads import in_threads
 
 from .fake import FakeDriver
 from .tier_abi import Device, HostTier
@@ -61,7 +60,7 @@ class Workload:
         slab: int = 8192,
         folder: Path | None = None,
         below: int = 0,
-        beside: Workload | None = None,
+        beside: "Workload | None" = None,
     ):
         if beside is None:
             driver.reset(seed, mode)
@@ -112,8 +111,6 @@ class Workload:
     def raise_if_wrong(self) -> None:
         if self.wrong.value or self.host_wrong or self.driver.illegal_uses():
             raise WrongBytes(f"{self.wrong.value} bytes on the device, {self.host_wrong[:2]}")
-
-    # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def make(self) -> None:
         """A new cell, from nothing or from another one."""
@@ -192,8 +189,6 @@ class Workload:
             cell.value = (cell.value + delta) % 256
             self.note(cell)
             cell.ready, cell.behind = self.record(other), {other}
-
-    # ---- the manager's moves -----------------------------------------------------------------------------------------
 
     def write_early(self) -> None:
         for cell in self.pick(1, lambda x: x.block is not None and x.slot is None):
@@ -401,8 +396,6 @@ class Workload:
             for block in blocks:
                 self.driver("cuMemFree_v2", block)
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
-
     def pick(self, count: int, where: Callable[[Cell], bool] = lambda x: True) -> list[Cell]:
         candidates = [cell for cell in self.cells if where(cell)]
         return self.rng.sample(candidates, min(count, len(candidates)))
@@ -465,23 +458,16 @@ def run_pair(library: c.CDLL, driver: FakeDriver, seed: int, mode: int, steps: i
     first = Workload(library, driver, seed, mode)
     second = Workload(library, driver, seed + 1, mode, beside=first)
     first.looks = second.looks = False  # the switch for that is both threads'
-    errors: list[BaseException] = []
 
     def act(workload: Workload) -> None:
-        try:
-            driver.use_device(0)
-            workload.act(steps)
-        except BaseException as error:
-            errors.append(error)
+        driver.use_device(0)
+        workload.act(steps)
 
-    threads = [threading.Thread(target=act, args=(workload,)) for workload in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
+    try:
+        in_threads(act, (first, second))
+    except BaseException:
         driver.drain()
-        raise errors[0]
+        raise
     second.bring_all()
     second.check_all()
     first.close()

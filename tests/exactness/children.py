@@ -1,7 +1,5 @@
 """Runs one function of a test module in a fresh interpreter, with stacks instead of silence when it hangs."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

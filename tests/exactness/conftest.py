@@ -1,7 +1,5 @@
 """Shared set-up of the exactness suite."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 

@@ -1,8 +1,5 @@
 """The data set of tests/exactness/test_children.py, and an unmodified script that trains with it: `python -m
-exactness.pictures CONTEXT`. A spawned worker imports this module, so it imports no more than torch.
-"""
-
-from __future__ import annotations
+exactness.pictures CONTEXT`. A spawned worker imports this module, so it imports no more than torch."""
 
 import sys
 

@@ -1,9 +1,6 @@
 """Issue 2, point 1: DataLoader workers and other children stay unmanaged, and take nothing of the parent's with them."""
 
-from __future__ import annotations
-
 import hashlib
-import multiprocessing
 import os
 import signal
 import time
@@ -16,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import cases, children
-from .harness import HUGE_BYTES, MODES, Record, Scope, assert_same, bits, check, managed, reference
-from .pictures import BIG_BYTES, Pictures, WorkerState
+from .harness import HUGE_BYTES, Record, Scope, assert_same, bits, check, managed, reference
+from .pictures import Pictures, WorkerState
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")]  # 3.12 warns of fork beside threads
 
@@ -91,9 +88,6 @@ def test_loader_workers(name: str, mode: str) -> None:
         check(LOADERS[name], mode, like=LOADERS[name.replace("spawn", "fork")])
 
 
-# --- fork, bare -------------------------------------------------------------------------------------------------------
-
-
 def _in_fork(body: Callable[[], Any], timeout: float = 30) -> bytes:
     """Runs ``body`` in a forked child and returns the bytes that it returns."""
     read, write = os.pipe()
@@ -149,18 +143,6 @@ def _forks(body: Callable[[nn.Module, torch.Tensor, Record], None]) -> Callable[
     return fn
 
 
-def _child_allocates(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
-    def body() -> bytes:
-        t = torch.empty(BIG_BYTES // 4)
-        for end in (t[:500], t[-500:]):
-            end.fill_(1.0)
-        s = t[:500].sum() + t[-500:].sum()
-        del t
-        return bits(s).data
-
-    record.put(f"child[{len(record)}]", int.from_bytes(_in_fork(body), "little"))
-
-
 def _child_writes(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
     """A child's writes into inherited tensors are its own: the arena is private memory."""
 
@@ -209,15 +191,8 @@ def _child_trains(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
 
 
 FORKS = {
-    f.__name__[1:]: _forks(f) for f in (_child_allocates, _child_writes, _child_runs_backward, _child_frees_everything)
+    f.__name__[1:]: _forks(f) for f in (_child_writes, _child_runs_backward, _child_frees_everything, _child_trains)
 }
-
-
-def _unmanaged_child_trains(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
-    _child_trains(model, loss, record)
-
-
-FORKS["child_trains"] = _forks(_unmanaged_child_trains)
 
 
 # A child that reads inherited cells does so by the mode: backward reads more than parameters, and runs in all modes.
@@ -238,39 +213,6 @@ def test_forked_child(name: str, mode: str) -> None:
         assert_same(reference(FORKS[name]), got.record, mode)
     else:
         check(FORKS[name], mode)
-
-
-def _double(t: torch.Tensor) -> None:
-    t.mul_(2)
-
-
-def shared_memory_with_a_child(seed: int, scope: Scope) -> Record:
-    """A tensor in shared memory that a child changes between forward and backward."""
-    record, w = Record(), nn.Parameter(torch.randn(64, 64))
-    with scope():
-        for step in range(6):
-            x = torch.randn(64, 64).share_memory_()
-            h = (w + x).exp().tanh() * (w * x).sigmoid()
-            if step >= 4:
-                process = multiprocessing.get_context("fork").Process(target=_double, args=(x,))
-                process.start()
-                process.join(30)
-                assert process.exitcode == 0
-            loss = h.sum()
-            del h
-            loss.backward()
-            record.losses(loss.detach())
-    del loss
-    record.put("grad", w.grad)
-    return record
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_shared_memory_written_by_a_child(mode: str) -> None:
-    check(shared_memory_with_a_child, mode, moves=False)
-
-
-# --- the environment path ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

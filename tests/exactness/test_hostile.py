@@ -1,8 +1,5 @@
 """One test for each program of `hostile/`, in every mode."""
 
-from __future__ import annotations
-
-import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,23 +10,10 @@ import torch
 from torch import nn
 
 from .harness import HUGE_BYTES, Record, Scope, assert_same, check, managed, outcome, reference, unmanaged
+from .hostile import rule_04, rule_05, rule_09, rule_13, rules_06_to_08
 from .hostile.hole import ERRORS, HOLES, MODES, WIDTH, drive
 
-for file in (
-    "rule_06_random_numbers",
-    "rule_04_writes",
-    "rule_04_storages",
-    "rule_07_circumstances",
-    "rule_05_modes_and_hooks",
-    "rule_05_tensors_and_ops",
-    "rule_08_unknown_ops",
-    "rule_09_copies",
-    "rule_13_own_loops",
-    "rule_04_errors",
-):  # by turns their holes are slow in one mode or another, so the order counts
-    importlib.import_module(f"{__package__}.hostile.{file}")
-
-_MOVES_NOTHING = {"hooks_disabled_by_the_user"}
+FILES = (rule_04, rule_05, rules_06_to_08, rule_09, rule_13)  # importing them fills HOLES and ERRORS
 _OWN_BUDGETS = {
     "backward_after_leaving",
     "graph_freed_after_leaving",
@@ -49,8 +33,7 @@ pytestmark = [
 
 def _every_mode() -> Iterator[Any]:
     """Torture and by turns auto, evict or offload in `make test`; the others are slow. Thousands of ops run under evict
-    alone, which recomputes them; torture runs each other hole.
-    """
+    alone, which recomputes them; torture runs each other hole."""
     limited = MODES[1:]
     for nth, name in enumerate(HOLES):
         for mode in MODES:
@@ -104,14 +87,13 @@ def test_the_same_error(name: str, mode: str) -> None:
 @pytest.mark.parametrize("name", [n for n in HOLES if n.startswith("forward_inside_")])
 def test_circumstances_matter(name: str) -> None:
     """Each switch changes bits on this machine; else its test above proves nothing."""
-    rule_07_circumstances = importlib.import_module(f"{__package__}.hostile.rule_07_circumstances")
     make = {
-        "mkldnn_off": rule_07_circumstances.convolutions,
-        "matmul_precision": rule_07_circumstances.products,
-        "other_threads": rule_07_circumstances.reductions,
-        "flush_denormal": rule_07_circumstances.tiny_numbers,
+        "mkldnn_off": rules_06_to_08.convolutions,
+        "matmul_precision": rules_06_to_08.products,
+        "other_threads": rules_06_to_08.reductions,
+        "flush_denormal": rules_06_to_08.tiny_numbers,
         "deterministic_algorithms": None,
-        "default_dtype": rule_07_circumstances.factories,
+        "default_dtype": rules_06_to_08.factories,
     }[name.removeprefix("forward_inside_")]
     if make is None:
         pytest.skip("deterministic algorithms change which kernel runs, on a CPU not its bits")
@@ -143,16 +125,3 @@ def test_a_wrong_byte_in_the_lower_tier_is_noticed_or_harmless() -> None:
         return record
 
     managed(fn, HUGE_BYTES, "torture", verify=True)
-
-
-if __name__ == "__main__":  # which holes are sound themselves: each unmanaged run, twice
-    import sys
-
-    chosen = {**HOLES, **ERRORS}
-    for name, fn in chosen.items() if len(sys.argv) < 2 else [(n, chosen[n]) for n in sys.argv[1:]]:
-        a, b = outcome(lambda fn=fn: unmanaged(fn)), outcome(lambda fn=fn: unmanaged(fn))
-        try:
-            b.same_as(a, name)
-            print(f"{name:50s} ok {a.error!r:.90}")
-        except AssertionError as e:
-            print(f"{name:50s} NOT DETERMINISTIC {e}")

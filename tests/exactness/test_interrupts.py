@@ -5,10 +5,9 @@ real one can come, among other places: `test_threads.py` sends real ones at rand
 trace function may also raise at the end of a `with`, before its `__exit__` is called, where the interpreter never looks.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
+import itertools
 import linecache
 import os
 import sys
@@ -43,7 +42,7 @@ class Interrupt:
         self.seen = 0
         self.where = ""
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> "Interrupt":
         sys.settrace(self._call)
         return self
 
@@ -78,18 +77,13 @@ class Interrupt:
 
 
 class Training:
-    """Two passes, from the same parameters and random numbers each time."""
+    """Two passes, or more, from the same parameters and random numbers each time, through so many blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, passes: int = 2) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(
-            *[
-                m
-                for _ in range(2)
-                for m in (nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 32), nn.Tanh())
-            ]
-        )
-        self.data = [torch.randn(256, 32) for _ in range(2)]
+        blocks = [[nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 32), nn.Tanh()] for _ in range(passes)]
+        self.model = nn.Sequential(*itertools.chain(*blocks))
+        self.data = [torch.randn(256, 32) for _ in range(passes)]
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.rng = torch.get_rng_state()
 

@@ -1,7 +1,5 @@
 """Issue 2, point 8: a thousand passes leak nothing. Each scenario runs in a process of its own."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -17,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from threads import in_threads
 from torch import nn
 
 from memmgr.runtime import plans
@@ -137,8 +136,7 @@ def running_value_without_grad(policy: str) -> Iterator[None]:
 @scenario(900)
 def graphs_dropped_without_backward(policy: str) -> Iterator[None]:
     """A pass is four of these. Memory that is warm only after some hundred (interned objects, free lists) is no leak:
-    it levels off.
-    """
+    it levels off."""
     model = cases.MLP(depth=1)
 
     def step(backward: bool = True) -> None:
@@ -199,9 +197,7 @@ def a_new_thread_each_pass(policy: str) -> Iterator[None]:
 
     with _budget(step, policy):
         for _ in range(200):
-            t = threading.Thread(target=step)
-            t.start()
-            t.join()
+            in_threads(lambda _: step(), range(1))
             yield
 
 
@@ -244,10 +240,7 @@ def _natives() -> dict[str, int]:
 
     native = binding.load()
     native.drain()
-    return {
-        "cells": len(native.cells()),
-        "tier bytes": native.tier_stats().get("used_bytes", 0),
-    }
+    return {"cells": len(native.cells()), "tier bytes": native.tier_stats().get("used_bytes", 0)}
 
 
 def _moved() -> int:

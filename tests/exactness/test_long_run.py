@@ -1,8 +1,6 @@
 """A thousand steps of a GPT in half of its need: no count grows. And `kill -9` in the middle of a step leaves no
 file."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,8 +1,5 @@
 """A budget that opens while a graph lives: tensors that the graph holds count, and are kept to the limit or refused at
-once.
-"""
-
-from __future__ import annotations
+once."""
 
 import gc
 import sys

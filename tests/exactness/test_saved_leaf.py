@@ -1,7 +1,5 @@
 """A custom Function gets from `ctx.saved_tensors` the leaf that it saved, not a tensor with the same bytes."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -3,11 +3,8 @@
 Programs that could hang run in a process of their own: ``python -m exactness.test_threads NAME``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
-import hashlib
 import os
 import random
 import signal
@@ -273,8 +270,6 @@ def test_same_bits(name: str, mode: str) -> None:
     by_luck = name.startswith("two_threads_at_once") and mode.endswith("@75")
     check(THREADED[name], mode, moves=not by_luck)
 
-
-# --- scripts that run in a process of their own -----------------------------------------------------------------------
 
 SCRIPTS: dict[str, Callable[..., None]] = {}
 
@@ -611,49 +606,17 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
     """
     import memmgr
 
-    torch.manual_seed(0)
-    model = cases.MLP(depth=4)
-    data = [torch.randn(256, 32) for _ in range(3)]
-    start_state = {k: v.clone() for k, v in model.state_dict().items()}
-    start_rng = torch.get_rng_state()
+    from .test_interrupts import Training, numbers, random_states
 
-    def restore() -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for k, v in model.state_dict().items():
-                v.copy_(start_state[k])
-        torch.set_rng_state(start_rng)
-
-    def passes() -> None:
-        for x in data:
-            model(x).square().mean().backward()
-
-    def result() -> Record:
-        record = Record()
-        record.model(model)
-        record.put("rng", torch.get_rng_state())
-        return record
-
-    legitimate = {_digest(torch.get_rng_state())}
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            legitimate.add(_digest(torch.get_rng_state()))
-            return out
-
-    with Watch():
-        passes()
-    restore()
-    passes()
-    want = result()
+    training = Training(5)
+    legitimate, want = random_states(training), training.run()
 
     def managed_passes() -> None:
-        restore()
+        training.restore()
         nonlocal duration, stalled
         with memmgr.budget(limit, **options) as mm:
             began = time.perf_counter()
-            passes()
+            training.passes()
             duration = time.perf_counter() - began
         stalled = mm.stats()["stall_seconds"]
 
@@ -661,8 +624,7 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
     duration = stalled = 0.0
     limit = HUGE_BYTES
     with memmgr.budget(HUGE_BYTES, quiet=True) as mm:
-        restore()
-        passes()
+        training.run()
     limit = max(int(mm.stats()["unmanaged_peak_bytes"] * float(share)), int(mm.stats()["floor_bytes"] * 1.1))
     managed_passes()
     managed_passes()
@@ -686,14 +648,14 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
 
     def try_once() -> None:
         nonlocal armed, hit, lost, duration
-        restore()
+        training.restore()
         caught = False
         unraisable.clear()
         armed = True
         began = time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, max(1e-5, r.random() * duration))
         try:
-            passes()
+            training.passes()
             armed = False
             duration = time.perf_counter() - began  # it came too late: they may take less than they did
         except KeyboardInterrupt:
@@ -703,10 +665,11 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
             armed = False
         hit += caught
         lost += KeyboardInterrupt in unraisable
-        rng = _digest(torch.get_rng_state())
-        assert rng in legitimate, "the interrupt left the generator in a state that no unmanaged run passes through"
-        for k, v in model.named_parameters():
-            assert torch.equal(v, start_state[k]), f"{k} changed"
+        assert numbers() in legitimate, (
+            "the interrupt left the generator in a state that no unmanaged run passes through"
+        )
+        for k, v in training.model.named_parameters():
+            assert torch.equal(v, training.start[k]), f"{k} changed"
 
     rounds = int(os.environ.get("EXACTNESS_INTERRUPTS", "24"))
     tried = 0
@@ -715,19 +678,15 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
         if stay == "stay":
             with memmgr.budget(limit, **options) as mm:
                 try_once()
-                restore()
-                passes()
-                got = result()
+                got = training.run()
         else:
             with contextlib.suppress(KeyboardInterrupt), memmgr.budget(limit, **options) as mm:
                 try_once()
                 raise KeyboardInterrupt
-            restore()
-            passes()
-            got = result()
+            got = training.run()
         assert_same(want, got, f"round {tried}")
         assert mm.stats()["resident_bytes.peak"] <= mm.stats()["budget_bytes"]
-        model.zero_grad(set_to_none=True)
+        training.model.zero_grad(set_to_none=True)
         del got
     gc.collect()
     after = global_state()
@@ -736,13 +695,6 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
     print(f"{stalled:.3f} of {duration:.3f} s stalled; {hit} of {tried} interrupts arrived, {lost} were swallowed")
     assert hit >= rounds // 4, "hardly an interrupt arrived: little was tested"
     assert lost <= tried // 20, "interrupts are swallowed by callbacks"
-
-
-def _digest(t: torch.Tensor) -> bytes:
-    return hashlib.sha1(t.numpy().tobytes()).digest()
-
-
-# --- and their tests --------------------------------------------------------------------------------------------------
 
 
 # Auto does both; each takes six seconds.

@@ -4,8 +4,6 @@ An entry is a pattern of test names, with its reason. `NOT_RUN` is for tests tha
 runs, and is counted as known where it differs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

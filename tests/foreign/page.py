@@ -1,7 +1,5 @@
 """The section of docs/compatibility.md about other people's tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ It writes one line of JSON for each test that begins and one for each that ends,
 goes on behind it. `FOREIGN` in the environment names the file of its settings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

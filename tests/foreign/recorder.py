@@ -5,8 +5,6 @@ A foreign test holds no record of its own, but it hands its results to a few fun
 Tolerances of the test do not matter then: two runs are the same where their lists of entries are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -10,8 +10,6 @@ the same run once more both ways, the plain run on memory that malloc fills: tes
 Exit code 1 where a difference is left that `exclusions.py` has no reason for.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -39,9 +37,6 @@ from foreign.suites import SUITES, Suite  # noqa: E402
 PASSES = ("plain", "leaving", "plain again", "leaving again")
 SECONDS = {"plain": 120, "leaving": 400}  # for one test, then it hangs
 BROKEN = ("failed", "crashed", "hung")
-
-
-# ---- requirements of a suite -----------------------------------------------------------------------------------------
 
 
 def _pip(*args: str) -> None:
@@ -85,9 +80,6 @@ def versions(suite: Suite) -> str:
     found = {d.metadata["Name"]: d.version for d in distributions(path=[str(BUILD / suite.name / "site")])}
     shown = suite.shown or ("torch",)
     return ", ".join(f"{name} {found.get(name) or version(name).partition('+')[0]}" for name in shown)
-
-
-# ---- one pass over a suite ---------------------------------------------------------------------------------------------
 
 
 def results(suite: Suite, which: str) -> Path:
@@ -168,9 +160,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-# ---- judging -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -260,9 +249,6 @@ def run_all(suite: Suite, limit: int) -> Verdict:
         run(suite, "plain again", 0, again)
         run(suite, "leaving again", 0, again)
     return judge(suite)
-
-
-# ---- the table ---------------------------------------------------------------------------------------------------------
 
 
 def table() -> str:

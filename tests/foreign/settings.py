@@ -1,7 +1,5 @@
 """Shared by the driver and the plug-in: settings, in a file that `FOREIGN` in the environment names, and lines of results."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The runner of other projects' tests: the differences that it counts, and tests that end their process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each round is one way to be parallel, or a row of collectives. Each rank has a b
 delays of its own between the steps; the bits are the unmanaged job's, and after each step no pin is left.
 """
 
-from __future__ import annotations
-
 import random
 import time
 import warnings
@@ -16,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exactness.harness import HUGE_BYTES, assert_same, managed, need, reference, unmanaged
-from pager.test_distributed import no_pins
 
 import memmgr
 
 from . import matrix, ranks
+from .ranks import no_pins
 
 WAYS = ["ddp", "ddp_bucket_views", "ddp_unused", "fsdp2_reshard", "fsdp2_keep", "tp_colwise_rowwise", "pp_1f1b"]
 WAYS += ["pp_gpipe", "ring_attention", "expert_parallel"]
@@ -136,10 +134,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
     "all-reduce": (_all_reduce, lambda out, rank, world: torch.equal(out, _total(world))),
     "broadcast": (_broadcast, lambda out, rank, world: torch.equal(out, _row(world - 1))),
     "all-gather": (_all_gather, lambda out, rank, world: torch.equal(out, torch.cat([_row(r) for r in range(world)]))),
-    "reduce-scatter": (
-        _reduce_scatter,
-        lambda out, rank, world: torch.equal(out, _total(world).chunk(world)[rank]),
-    ),
+    "reduce-scatter": (_reduce_scatter, lambda out, rank, world: torch.equal(out, _total(world).chunk(world)[rank])),
     "all-to-all": (
         _all_to_all,
         lambda out, rank, world: torch.equal(out, torch.cat([_row(r).chunk(world)[rank] for r in range(world)])),

@@ -1,10 +1,8 @@
 """Ways to be parallel, each a training that must end with the same bits: `python -m job.matrix RANK WORLD FOLDER CASE...`.
 
-Four steps with AdamW and clipping: unmanaged, and under budgets of 75 %, 50 % and 1.05 of the floor. Every rank has budgets of its own. After each step no
-pin is left.
+Four steps with AdamW and clipping: unmanaged, with every tensor evicted after every op, on all ranks and on one alone, and
+under budgets of 75 %, 50 % and 1.05 of the floor. Every rank has budgets of its own. After each step no pin is left.
 """
-
-from __future__ import annotations
 
 import gc
 import time
@@ -16,13 +14,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exactness.harness import CaseFunction, Managed, Record, Scope, assert_same, managed, need, reference
-from pager.test_distributed import no_pins
+from exactness.harness import (
+    HUGE_BYTES,
+    CaseFunction,
+    Managed,
+    Record,
+    Scope,
+    assert_same,
+    managed,
+    need,
+    reference,
+    unmanaged,
+)
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memmgr
+from memmgr.api import budget as budgets
+from memmgr.native import binding as native
 
 from . import ranks
+from .ranks import no_pins
 
 STEPS = 4
 WIDTH = 64
@@ -46,6 +58,13 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Checkpointed(Block):
+    """Runs its forward again in backward, with the dropout of the first time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: F.dropout(Block.forward(self, x), 0.1), x, use_reentrant=False)
 
 
 def _body(depth: int = 3) -> nn.Sequential:
@@ -78,9 +97,10 @@ def _train(
     scope: Scope,
     step: Callable[[int], torch.Tensor | None],
     opt: torch.optim.Optimizer | None = None,
-    clips: bool = True,
+    states: torch.optim.Optimizer | None = None,
+    sets_to_none: bool = True,
 ) -> Record:
-    """`step` returns a loss, or None where it has run backward itself."""
+    """`step` returns a loss, or None where it has run backward itself. `states`: the optimizer that has them, if it is another."""
     record, opt = Record(), opt or _optimizer(model)
     with scope():
         for i in range(STEPS):
@@ -88,19 +108,31 @@ def _train(
             if loss is not None:
                 loss.backward()
                 record.losses(loss.detach())
-            if clips:
-                _clip(model.parameters())
+            _clip(model.parameters())
             opt.step()
-            opt.zero_grad()
+            opt.zero_grad(set_to_none=sets_to_none)
             del loss
             no_pins()
     record.model(model)
-    record.optimizer(opt)
+    record.optimizer(states or opt)
+    record.rng()
     return record
 
 
 def _mean(model: nn.Module) -> Callable[[int], torch.Tensor]:
     return lambda i: model(_rows(i)).square().mean()
+
+
+def plain(name: str, make: Callable[[], nn.Module]) -> None:
+    """A case in which nothing but the model is special."""
+
+    def fn(seed: int, scope: Scope) -> Record:
+        torch.manual_seed(5)
+        model = make()
+        return _train(model, scope, _mean(model))
+
+    fn.__name__ = name
+    case(fn)
 
 
 def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
@@ -109,29 +141,36 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
-# ---- DDP -------------------------------------------------------------------------------------------------------------
-
-
 def _ddp(model: nn.Module | None = None, **options: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model or _body(), bucket_cap_mb=0.05, **options)
 
 
-@case
-def ddp(seed: int, scope: Scope) -> Record:
-    model = _ddp()
-    return _train(model, scope, _mean(model))
+plain("ddp", _ddp)
+plain("ddp_bucket_views", lambda: _ddp(gradient_as_bucket_view=True))
+plain("ddp_static_graph", lambda: _ddp(static_graph=True))
 
 
 @case
-def ddp_bucket_views(seed: int, scope: Scope) -> Record:
+def ddp_bucket_views_kept(seed: int, scope: Scope) -> Record:
+    """Buckets are made anew in the second forward, and take over existing gradients."""
     model = _ddp(gradient_as_bucket_view=True)
-    return _train(model, scope, _mean(model))
+    return _train(model, scope, _mean(model), sets_to_none=False)
 
 
-@case
-def ddp_static_graph(seed: int, scope: Scope) -> Record:
-    model = _ddp(static_graph=True)
-    return _train(model, scope, _mean(model))
+class ManyParameters(nn.Module):
+    """DDP's lists of all parameters are as large as cells, and it broadcasts the buffers of the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.1), Block())
+        self.scales = nn.ParameterList(torch.ones(1) for _ in range(160))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * torch.cat(list(self.scales)).mean()
+
+
+# C++ reads such lists by addresses that it took before an op, in the constructor and where buckets are made anew.
+plain("ddp_many_parameters", lambda: _ddp(ManyParameters()))
 
 
 @case
@@ -152,6 +191,27 @@ def ddp_hook(seed: int, scope: Scope) -> Record:
 
     model = _ddp()
     model.register_comm_hook(None, fp16_compress_hook)
+    return _train(model, scope, _mean(model))
+
+
+@case
+def ddp_hook_with_another_tensor(seed: int, scope: Scope) -> Record:
+    """The hook's result is another tensor than the bucket."""
+
+    def halved(state, bucket):  # type: ignore[no-untyped-def]  # torch wants the types themselves, not their names
+        work = dist.all_reduce(bucket.buffer().to(torch.float16).div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0].to(torch.float32))
+
+    model = _ddp()
+    model.register_comm_hook(None, halved)
+    return _train(model, scope, _mean(model))
+
+
+@case
+def ddp_builtin_hook(seed: int, scope: Scope) -> Record:
+    """It ends in C++."""
+    model = _ddp()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     return _train(model, scope, _mean(model))
 
 
@@ -178,7 +238,17 @@ def ddp_unused(seed: int, scope: Scope) -> Record:
             return self.extra(self.body(x)) if extra else self.body(x)
 
     model = _ddp(SometimesUnused(), find_unused_parameters=True)
-    return _train(model, scope, lambda i: model(_rows(i), i % 2 == 0).square().mean())
+
+    def step(i: int) -> torch.Tensor:
+        if (
+            i == 2
+        ):  # a gradient that no_sync has accumulated is looked at in a backward that does not reach its parameter
+            with model.no_sync():
+                model(_rows(i + 50), True).square().mean().backward()
+            return model(_rows(i), False).square().mean()
+        return model(_rows(i), i % 2 == 0).square().mean()
+
+    return _train(model, scope, step)
 
 
 @case
@@ -187,20 +257,7 @@ def zero_redundancy(seed: int, scope: Scope) -> Record:
 
     model = _ddp()
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    record, step = Record(), _mean(model)
-    with scope():
-        for i in range(STEPS):
-            step(i).backward()
-            _clip(model.parameters())
-            opt.step()
-            opt.zero_grad()
-            no_pins()
-    record.model(model)
-    record.optimizer(opt.optim)
-    return record
-
-
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+    return _train(model, scope, _mean(model), opt, states=opt.optim)
 
 
 def _fsdp(model: nn.Module | None = None, *, mesh: Any = None, nested: bool = False, **options: Any) -> Any:
@@ -215,32 +272,26 @@ def _fsdp(model: nn.Module | None = None, *, mesh: Any = None, nested: bool = Fa
     return fully_shard(model, **options)
 
 
-@case
-def fsdp2_reshard(seed: int, scope: Scope) -> Record:
-    model = _fsdp(reshard_after_forward=True)
-    return _train(model, scope, _mean(model))
-
-
-@case
-def fsdp2_keep(seed: int, scope: Scope) -> Record:
-    model = _fsdp(reshard_after_forward=False)
-    return _train(model, scope, _mean(model))
-
-
-@case
-def fsdp2_mixed_precision(seed: int, scope: Scope) -> Record:
+def _lower() -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model = _fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-    return _train(model, scope, _mean(model))
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@case
-def fsdp2_cpu_offload(seed: int, scope: Scope) -> Record:
+def _offloaded() -> nn.Module:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    model = _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return _train(model, scope, _mean(model))
+    return _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+plain("fsdp2_reshard", lambda: _fsdp(reshard_after_forward=True))
+plain("fsdp2_keep", lambda: _fsdp(reshard_after_forward=False))
+plain("fsdp2_mixed_precision", lambda: _fsdp(mp_policy=_lower()))
+plain(
+    "fsdp2_checkpointed_mixed_precision",
+    lambda: _fsdp(nn.Sequential(*[Checkpointed() for _ in range(3)]), mp_policy=_lower()),
+)
+plain("fsdp2_cpu_offload", _offloaded)
 
 
 @case
@@ -251,6 +302,15 @@ def fsdp2_nested_prefetch(seed: int, scope: Scope) -> Record:
         here.set_modules_to_forward_prefetch([ahead])
         ahead.set_modules_to_backward_prefetch([here])
     return _train(model, scope, _mean(model))
+
+
+def _nothing_escaped() -> None:
+    """But for the buffer that objects were sent in, which is freed when the backend's thread has released it."""
+    pager, end = native.load(), time.monotonic() + 5
+    while budgets.current() and pager.stats()["escaped_bytes"] and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert budgets.current() is None or pager.stats()["escaped_bytes"] == 0
 
 
 @case
@@ -267,10 +327,11 @@ def fsdp2_checkpoint(seed: int, scope: Scope) -> Record:
     dist.broadcast_object_list(folder, src=0)
 
     def step(i: int) -> torch.Tensor:
-        if i in (2, 4):
+        if i in (1, 3):
             parts = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
-            if i == 2:
+            if i == 1:
                 dcp.save(parts, checkpoint_id=folder[0])
+                _nothing_escaped()
             else:
                 with torch.no_grad():
                     for p in model.parameters():
@@ -280,9 +341,6 @@ def fsdp2_checkpoint(seed: int, scope: Scope) -> Record:
         return model(_rows(i)).square().mean()
 
     return _train(model, scope, step, opt)
-
-
-# ---- tensor, sequence and loss parallel ------------------------------------------------------------------------------
 
 
 def _tensor_parallel(model: nn.Module, mesh: Any, *, sequence: bool) -> nn.Module:
@@ -357,9 +415,6 @@ def fsdp2_with_tp(seed: int, scope: Scope) -> Record:
     return _train(model, scope, lambda i: model(_rows(i)).square().mean())
 
 
-# ---- pipelines -------------------------------------------------------------------------------------------------------
-
-
 def _pipeline(scope: Scope, schedule: str, stages: int = 1) -> Record:
     from torch.distributed import pipelining
 
@@ -404,9 +459,6 @@ def pp_interleaved(seed: int, scope: Scope) -> Record:
     return _pipeline(scope, "ScheduleInterleaved1F1B", stages=2)
 
 
-# ---- context and experts ---------------------------------------------------------------------------------------------
-
-
 class Rotate(torch.autograd.Function):
     """The neighbour's tensor, around the ring; gradients go the other way."""
 
@@ -447,11 +499,10 @@ class RingAttention(nn.Module):
         return x + self.out(torch.cat(scores, -1).softmax(-1) @ torch.cat(values))
 
 
-@case
-def ring_attention(seed: int, scope: Scope) -> Record:
-    torch.manual_seed(5)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(RingAttention(), Block(), RingAttention()))
-    return _train(model, scope, _mean(model))
+plain(
+    "ring_attention",
+    lambda: nn.parallel.DistributedDataParallel(nn.Sequential(RingAttention(), Block(), RingAttention())),
+)
 
 
 class Experts(nn.Module):
@@ -483,7 +534,93 @@ def expert_parallel(seed: int, scope: Scope) -> Record:
     return _train(model, scope, _mean(model))
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
+@case
+def all_reduce_in_forward(seed: int, scope: Scope) -> Record:
+    """In place, on a tensor that a recorded op made; its schema hides the write."""
+    first, second = blocks = nn.Sequential(Block(), Block())
+
+    def step(i: int) -> torch.Tensor:
+        h = first(_rows(i))
+        mean = h.detach().mean(0) * 1.0
+        work = dist.all_reduce(mean, async_op=True)
+        assert work is not None
+        work.wait()
+        gate = (h + mean).exp().tanh()
+        gathered = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mean * (dist.get_rank() + 1))
+        shared = torch.randn(WIDTH)
+        dist.broadcast(shared, src=0)
+        return second(gate * (h + gathered[0]).sigmoid() + shared * gathered[1].sin()).square().mean()
+
+    return _train(blocks, scope, step)
+
+
+@case
+def functional_collectives_in_forward(seed: int, scope: Scope) -> Record:
+    import torch.distributed._functional_collectives as fc
+    from torch.distributed.nn.functional import all_reduce
+
+    first, second = blocks = nn.Sequential(Block(), Block())
+
+    def step(i: int) -> torch.Tensor:
+        h = first(_rows(i))
+        total = fc.all_reduce(h.detach().sin(), "sum", dist.group.WORLD)
+        rows = fc.all_gather_tensor_autograd((h * total.exp()).tanh(), 0, dist.group.WORLD)
+        part = fc.reduce_scatter_tensor_autograd(rows.exp() * rows, "sum", 0, dist.group.WORLD)
+        part = all_reduce(part.tanh() * h) * part
+        return second(part.tanh()).square().mean()
+
+    return _train(blocks, scope, step)
+
+
+class _Waits:
+    """The Work itself is held by the backend alone, until it is done."""
+
+    def __init__(self, future: Any) -> None:
+        self.wait = future.wait
+
+
+LATE: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
+    "all-reduce": (lambda t: dist.all_reduce(t, async_op=True), 3.0),
+    "broadcast": (lambda t: dist.broadcast(t, src=1, async_op=True), 2.0),
+    "send": (lambda t: dist.irecv(t, 1) if dist.get_rank() == 0 else dist.isend(t, 0), 2.0),
+    "future alone": (lambda t: _Waits(dist.all_reduce(t, async_op=True).get_future()), 3.0),
+}
+"""Collectives, and the factor of the result."""
+
+
+@case
+def late_works(seed: int, scope: Scope) -> Record:
+    """Rank 0 has begun, rank 1 comes later: rank 0's tensor stays in the meantime, though all others are evicted."""
+    import torch.distributed._functional_collectives as fc
+
+    rank, count = dist.get_rank(), torch.arange(4096, dtype=torch.float32)
+    with scope():
+        for begin, factor in LATE.values():
+            tensor = count * (rank + 1)
+            time.sleep(0.3 * (rank == 1))
+            work = begin(tensor)
+            if rank == 0:
+                for _ in range(20):  # would fill freed memory with poison
+                    torch.ones(4096).add_(1)
+                assert budgets.current() is None or native.load().take_away(tensor) == 0
+            work = work.wait() and None
+            assert torch.equal(tensor, count * factor)
+            del work
+            no_pins()
+            dist.barrier()
+        tensor = count * (rank + 1)
+        time.sleep(0.3 * (rank == 1))
+        total = fc.all_reduce(tensor, "sum", dist.group.WORLD)
+        for _ in range(20):
+            torch.ones(4096).add_(1)
+        assert torch.equal(total + 0, count * 3.0) and torch.equal(tensor, count * (rank + 1.0))
+        del total
+        no_pins()
+        dist.barrier()
+    record = Record()
+    record.put("tensor", tensor)
+    return record
 
 
 def _fitting(fn: CaseFunction, limit: int, folder: Path) -> Managed:
@@ -510,7 +647,18 @@ def _fitting(fn: CaseFunction, limit: int, folder: Path) -> Managed:
 def check(name: str, folder: Path) -> list[str]:
     """One case under all budgets; returns the observations, for a report."""
     fn = CASES[name]
-    want, measured = reference(fn), need(fn)
+    want = reference(fn)
+    for place in ("loop", "inside"):
+        got = managed(fn, HUGE_BYTES, "torture", place=place)
+        assert_same(want, got.record, f"{name}, torture, {place}")
+        assert got.stats["offloads"] > 0
+    if name == "late_works":
+        return []
+    # A collective that a rank replays alone hangs, or adds twice.
+    for one in range(dist.get_world_size()):
+        alone = managed(fn, HUGE_BYTES, "torture").record if dist.get_rank() == one else unmanaged(fn)
+        assert_same(want, alone, f"{name}, torture on rank {one} alone")
+    measured = need(fn)
     peak, floor = measured.peak_bytes, measured.floor_bytes
     said = [f"peak {peak / 1e6:.2f} MB"]
     for share in SHARES:

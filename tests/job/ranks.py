@@ -1,7 +1,5 @@
 """Starts the ranks of a job in processes of their own, and collects their output."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fcntl
@@ -19,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exactness import children
+
+from memmgr.api import budget as budgets
+from memmgr.native import binding as native
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -42,8 +43,7 @@ def begin(module: str, *words: str, world: int, folder: Path, timeout: float) ->
 
 def finish_all(ranks: list[subprocess.Popen[str]], timeout: float) -> list[str]:
     """The output of each rank; an assertion that shows the output of all that failed. All are read at once: a rank
-    whose pipe is full would wait for its reader, and the others for the rank.
-    """
+    whose pipe is full would wait for its reader, and the others for the rank."""
     failures, outputs = [], []
     with ThreadPoolExecutor(len(ranks)) as pool:
         finishing = [pool.submit(children.finish, process, timeout) for process in ranks]
@@ -92,6 +92,24 @@ def join_with_store(rank: int, world: int, folder: Path, seconds: float) -> None
             time.sleep(0.02)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), world, False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def no_pins() -> None:
+    """At the end of a step nothing is pinned, neither by a Work that has ended nor by a reducer that has reduced."""
+    if budgets.current() is None:
+        return
+    pager = native.load()
+    deadline = time.monotonic() + 2
+    while True:  # a backend's thread wakes the waiting thread before it marks the Work as done
+        pager.drain()
+        if pager.stats()["works_in_flight"] == 0 or time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
+    assert pager.stats()["works_in_flight"] == 0
+    # A tensor whose address was handed out stays while it lives, by rule 9: torch reads a gathered object through
+    # numpy.
+    pinned = [cell for cell in pager.cells() if cell["pins"] and not cell["small"] and not cell["escaped"]]
+    assert not pinned, pinned
 
 
 def write(folder: Path, rank: int, **found: Any) -> None:

@@ -1,7 +1,5 @@
 """Issue 19, point 4: one rank in trouble is named by all others within seconds, in any wait."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -218,7 +216,7 @@ def test_fifty_of_fifty(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trouble", [TROUBLES[0], *(pytest.param(t, marks=pytest.mark.slow) for t in TROUBLES[1:])])
 def test_the_step_of_a_survivor_is_whole(tmp_path: Path, trouble: str) -> None:
     """Its slices wait when the other rank fails within the same step: they have happened (rule 14)."""
-    processes = ranks.begin("job.unfinished", trouble, world=2, folder=tmp_path, timeout=60)
+    processes = ranks.begin("job.programs", "unfinished", trouble, world=2, folder=tmp_path, timeout=60)
     if trouble == "SIGKILL":
         processes.pop().communicate(timeout=60)
     ranks.finish_all(processes, 60)

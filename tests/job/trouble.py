@@ -1,7 +1,5 @@
 """One rank of a job in which one comes to grief: `python -m job.trouble RANK WORLD FOLDER MODEL TROUBLE`."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -4,10 +4,7 @@
 Backward runs on autograd's own thread, streams and events are the driver's (`torch.Stream.stream_id` is the CUstream), and
 a kernel runs when its stream gets to it, on raw pointers: it keeps nothing alive. Memory comes from
 ``c10::GetAllocator(kPrivateUse1)``, asked anew each time: another allocator is installed with
-``c10::SetAllocator(kPrivateUse1, it, 255)``, and is then told of ``Tensor.record_stream`` if it sets
-``memdev_set_record_stream(void (*)(void* storage, int device, void* stream))``. ``memdev_use_core`` does both for the
-core's `mm_device`. All new memory is filled with 0xFF in
-stream order (NaN; an index out of range).
+``c10::SetAllocator(kPrivateUse1, it, 255)``. All new memory is filled with 0xFF in stream order (NaN; an index out of range).
 
 In the mode `timed` the driver has virtual time, and a table of figures (driver/virtual_time.h) gives each kernel the time
 of its bytes and its arithmetic. Hollow kernels do nothing else, so that models of any size train.

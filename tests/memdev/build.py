@@ -1,7 +1,5 @@
 """Compiles memdev and other libraries for the installed torch into ``build/tests``: once per content of their sources."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

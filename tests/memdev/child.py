@@ -4,8 +4,6 @@ result = child.run("streams", mode="late")      # in a test
 python -m memdev.child streams '{"mode": "late"}'  # that call runs this
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Scenarios of compiled graphs in budgets of the device, launch by launch (inductor.py), each in a process of its own."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The Python side: the module ``torch.memdev``, and the handles on both libraries."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os

@@ -100,8 +100,6 @@ inline Driver driver;
 inline void Check(int error, const char* what) { TORCH_CHECK(error == 0, "memdev: ", what, " returned ", error); }
 #define MEMDEV_CHECK(call) ::memdev::Check(call, #call)
 
-// ---- the thread's device and streams --------------------------------------------------------------------------------
-
 struct ThreadState {
   int device = 0;
   CUstream streams[kMostDevices] = {};  // NULL: the default stream
@@ -144,8 +142,6 @@ inline void StreamWaits(int waiter_device, CUstream waiter, int device, CUstream
   MEMDEV_CHECK(driver.cuStreamWaitEvent(waiter, event, 0));
   MEMDEV_CHECK(driver.cuEventDestroy(event));  // freed when it has passed
 }
-
-// ---- work -----------------------------------------------------------------------------------------------------------
 
 // Work that a stream runs when its turn comes. It may own host memory, never device memory: a kernel does not keep its
 // inputs alive.

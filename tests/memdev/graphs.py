@@ -4,8 +4,6 @@ memdev's graphs are the driver's. Captured work does not run. A stream that is c
 it or query events (`fake_capture_violations` counts them). A replay writes to the addresses of the capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator

@@ -1,9 +1,6 @@
 """An Inductor for memdev that writes modules as it does for CUDA: each kernel is an object that a module makes by
 `async_compile.triton` and queues by `run(..., stream=)`, buffers come from a C function, and inputs of another alignment
-are copied. The kernels are those that Inductor writes in C++ for the CPU, on raw addresses.
-"""
-
-from __future__ import annotations
+are copied. The kernels are those that Inductor writes in C++ for the CPU, on raw addresses."""
 
 import ast
 import ctypes

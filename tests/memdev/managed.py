@@ -1,14 +1,11 @@
 """Scenarios of the tests of budgets on the device, each in a process of its own (see child.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
 import gc
 import hashlib
 import os
-import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -16,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from threads import in_threads
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from . import Handles, scenarios, start
 from .scenarios import DEVICE
@@ -345,9 +344,6 @@ def two_devices(mode: str, seed: int) -> dict[str, Any]:
     return out
 
 
-# ---- programs ------------------------------------------------------------------------------------------------------
-
-
 class _Mistake(Exception):
     pass
 
@@ -399,8 +395,8 @@ def _checkpointed(run: Callable[[], str]) -> str:
     for reentrant in (False, True):
         for _ in range(2):
             y = x.clone().requires_grad_()
-            h = scenarios.checkpoint(block, y, use_reentrant=reentrant)
-            block(scenarios.checkpoint(block, h, use_reentrant=reentrant)).sum().backward()
+            h = checkpoint(block, y, use_reentrant=reentrant)
+            block(checkpoint(block, h, use_reentrant=reentrant)).sum().backward()
             found.append(y.grad)  # type: ignore[arg-type]
     return _digest([*found, *(p.grad for p in block.parameters())])  # type: ignore[list-item]
 
@@ -435,11 +431,7 @@ def _two_threads(run: Callable[[], str]) -> str:
                     b.sub_(gb, alpha=0.1)
             made[number] = [a.detach().cpu(), b.detach().cpu()]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(2))
     return _digest([*made[0], *made[1]])
 
 

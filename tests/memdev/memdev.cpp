@@ -9,7 +9,6 @@
 #include <torch/library.h>
 
 #include "autocast.h"
-#include "core.h"
 #include "guard.h"
 #include "kernels.h"
 #include "launches.h"
@@ -122,15 +121,6 @@ MEMDEV_API void memdev_close() {
   memdev::closing.store(true);
 }
 
-MEMDEV_API void memdev_set_record_stream(memdev::RecordStream hook) { memdev::record_stream_hook.store(hook); }
-// Memory of device `ordinal` comes from this mm_device from now on; the functions are mm_device_alloc, _free and _used.
-MEMDEV_API void memdev_use_core(int ordinal, void* device, void* alloc, void* free, void* used) {
-  memdev::CoreFunctions functions;
-  functions.alloc = reinterpret_cast<decltype(functions.alloc)>(alloc);
-  functions.free = reinterpret_cast<decltype(functions.free)>(free);
-  functions.used = reinterpret_cast<decltype(functions.used)>(used);
-  memdev::UseCore(ordinal, device, functions);
-}
 // Launches a function in C on the current stream: `n` addresses and integers, and the bytes that it reads and writes.
 MEMDEV_API void memdev_launch(void* function, int n, const uint64_t* words, uint64_t bytes) {
   const int device = memdev::thread_state.device;

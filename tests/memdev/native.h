@@ -20,10 +20,6 @@ namespace memdev {
 
 constexpr c10::DispatchKeySet kDeviceKeys(c10::DispatchKey::PrivateUse1);
 
-// Told of every Tensor.record_stream when set: (first byte of the storage, device, stream).
-using RecordStream = void (*)(void* p, int device, void* stream);
-inline std::atomic<RecordStream> record_stream_hook{nullptr};
-
 inline void PoisonStorage(const at::Tensor& t) {
   int device = t.device().index();
   Poison(device, CurrentStream(device), const_cast<void*>(t.storage().data()), t.storage().nbytes());
@@ -130,13 +126,7 @@ inline at::Tensor& SetEmpty(at::Tensor& self) {
 }
 
 inline void RecordUse(void* p, c10::Stream stream) {
-  if (p == nullptr) return;
-  int device = stream.device_index();
-  if (RecordStream hook = record_stream_hook.load()) {
-    hook(p, device, Native(stream));
-  } else {
-    memory.Used(p, device, Native(stream));
-  }
+  if (p != nullptr) memory.Used(p, stream.device_index(), Native(stream));
 }
 
 inline void RecordStreamOp(at::Tensor& self, c10::Stream stream) {
@@ -151,8 +141,6 @@ inline std::tuple<at::Tensor, at::Tensor> NativeDropout(const at::Tensor& input,
   mask.bernoulli_(kept);
   return {input.mul(mask).mul_(kept == 0 ? 0. : 1. / kept), mask};
 }
-
-// ---- copies ---------------------------------------------------------------------------------------------------------
 
 constexpr uint64_t kSolidBytes = 4096;  // smaller copies run in hollow mode, too: a program may read them
 

@@ -1,25 +1,17 @@
 """Scenarios of the tests of this folder, each in a process of its own. A function returns a value that JSON can carry."""
 
-from __future__ import annotations
-
-import copy
 import ctypes
 import gc
 import hashlib
-import io
-import os
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from budget import models
-from driver import build, device_abi
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from memdev import Handles, prompt_ops, start
 
@@ -91,9 +83,6 @@ def train(mode: str, seed: int, devices: list[str]) -> dict[str, Any]:
             result[name] = {device: _train(make, device, **options) for device in devices}
     torch.accelerator.synchronize()
     return {"digests": result, "prompt_ops": prompt_ops(), "launches": handles.lib.memdev_launches()}
-
-
-# ---- asynchrony --------------------------------------------------------------------------------------------------
 
 
 def settle() -> None:
@@ -227,34 +216,18 @@ def copies(handles: Handles) -> dict[str, Any]:
     return result
 
 
-def events(handles: Handles) -> dict[str, Any]:
-    """Events of torch's generic kind."""
-    stream = torch.Stream(device=DEVICE)
-    event = torch.Event(device=DEVICE)
-    result: dict[str, Any] = {"never recorded": event.query()}
-    with stream:
-        x = torch.ones(4, device=DEVICE)
-        event.record(stream)
-        inside = torch.accelerator.current_stream() == stream
-    result["queued"] = event.query()
-    event.synchronize()
-    result["waited for"] = event.query()
-    result["stream idle"] = stream.query()
-    result["current inside"] = inside
-    result["current outside"] = torch.accelerator.current_stream() == stream
-    result["ids differ"] = stream.stream_id != torch.Stream(device=DEVICE).stream_id
-    del x
-    return result
+def autocast(handles: Handles) -> list[str]:
+    """tools/gpu/train.py uses it in simulations. Types of a product, and of an op that needs the range."""
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        low = nn.Linear(4, 4).to(DEVICE)(torch.ones(8, 4, device=DEVICE))
+        return [str(low.dtype), str(low.exp().dtype)]
 
 
 def together() -> dict[str, Any]:
     """The scenarios that can share a process, in late mode."""
     handles = start("late")
-    parts = (lateness, waits, freed_early, copies, events, features, hooks)
+    parts = (lateness, waits, freed_early, copies, autocast)
     return {part.__name__: part(handles) for part in parts}
-
-
-# ---- tensors -----------------------------------------------------------------------------------------------------
 
 
 def same_as_cpu() -> list[str]:
@@ -331,166 +304,3 @@ def same_as_cpu() -> list[str]:
             if a.dtype != b.dtype or a.shape != b.shape or a.tolist() != b.tolist():
                 wrong.append(f"{work.__name__}[{i}]: {a} is {b}")
     return wrong
-
-
-def features(handles: Handles) -> dict[str, Any]:
-    """Features that training scripts use in addition to ops."""
-    result: dict[str, Any] = {}
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU()).to(DEVICE)
-
-    def gradient(run: Callable[[Tensor], Tensor]) -> list[float]:
-        torch.manual_seed(3)
-        x = torch.ones(8, 4, device=DEVICE, requires_grad=True)
-        run(x).sum().backward()
-        return x.grad.cpu().flatten().tolist()
-
-    plain = gradient(model)
-    for reentrant in (True, False):
-        result[f"checkpoint {reentrant}"] = gradient(lambda x: checkpoint(model, x, use_reentrant=reentrant)) == plain
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        low = model(torch.ones(8, 4, device=DEVICE))
-        result["autocast"] = [str(low.dtype), str(low.exp().dtype)]
-    file = io.BytesIO()
-    torch.save(copy.deepcopy(model).state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file)["0.weight"]
-    result["saved and loaded"] = [str(loaded.device), loaded.tolist() == model[0].weight.tolist()]
-    q = torch.randn(2, 2, 8, 16)
-    attended = F.scaled_dot_product_attention(*[q.to(DEVICE)] * 3, is_causal=True).cpu()
-    with sdpa_kernel(SDPBackend.MATH):
-        result["attention by the math path"] = torch.equal(
-            attended, F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        )
-    with torch.device(DEVICE):
-        result["default device"] = str(nn.Linear(2, 2)(torch.ones(1, 2)).device)
-    with torch.random.fork_rng(device_type=DEVICE):
-        torch.rand(3, device=DEVICE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads
-        child = os.fork()
-    if child == 0:
-        model = loaded = low = None  # frees the child's tensors on the device
-        os._exit(0)
-    result["forked child"] = os.waitpid(child, 0)[1]
-    return result
-
-
-def refusals() -> dict[str, str]:
-    """Calls that are refused, and the texts of their errors."""
-    start("late", memory_bytes=1 << 20)
-    x = torch.ones(4, 4, device=DEVICE)
-    attempts: dict[str, Callable[[], object]] = {
-        "sizes": lambda: x @ torch.ones(3, 3, device=DEVICE),
-        "devices": lambda: x + torch.ones(4, 4),
-        "writes to the CPU": lambda: torch.ones(4, 4).add_(x),
-        "memory": lambda: torch.empty(1 << 20, device=DEVICE),
-        "released": lambda: released() + 1,
-        "small storage": lambda: (
-            torch.empty(0, device=DEVICE).set_(small.untyped_storage(), 0, (4, 4), (4, 1)).as_strided((99,), (1,))
-        ),
-        "numpy": x.numpy,
-    }
-    small = torch.ones(16, device=DEVICE)
-
-    def released() -> Tensor:
-        t = torch.ones(8, device=DEVICE)
-        t.untyped_storage().resize_(0)
-        return t
-
-    result = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-            result[name] = "nothing"
-        except Exception as error:
-            result[name] = f"{type(error).__name__}: {error}"
-    torch.accelerator.synchronize()
-    result["after"] = str((x + 1).sum().item())
-    return result
-
-
-def fails_late() -> None:
-    """An index out of range: only the kernel finds it, and by then no call can raise it."""
-    start("late")
-    F.embedding(torch.tensor([7]).to(DEVICE), torch.ones(3, 2).to(DEVICE))
-    print("launched", flush=True)
-    torch.accelerator.synchronize()
-
-
-def two_devices() -> dict[str, Any]:
-    """Each device has its own memory, streams and current stream; copies between them are ordered on both sides."""
-    start("late", devices=2)
-    x = torch.full((4,), 2.0, device="memdev:0")
-    y = (x * 3).to("memdev:1")
-    with torch.accelerator.device_index(1):
-        here = torch.empty(1, device=DEVICE).device.index
-    x.fill_(0)  # after the copy, in order
-    return {
-        "count": torch.accelerator.device_count(),
-        "current inside": here,
-        "y": (y + 1).cpu().tolist(),
-        "x": x.cpu().tolist(),
-        "devices": [x.device.index, y.device.index],
-    }
-
-
-def hooks(handles: Handles) -> dict[str, Any]:
-    """Guarantees to another allocator: record_stream is forwarded, and each allocation is filled with poison."""
-    calls: list[tuple[int, int, int]] = []
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-    hook = kind(lambda p, device, stream: calls.append((p, device, stream or 0)))
-    handles.lib.memdev_set_record_stream(hook)
-    x = torch.ones(8, device=DEVICE)
-    stream = torch.Stream(device=DEVICE)
-    x[2:].record_stream(stream)
-    fresh = torch.empty(3, device=DEVICE)
-    return {
-        "calls": calls,
-        "wanted": [(x.data_ptr(), 0, stream.stream_id)],
-        "fresh": [str(value) for value in fresh.cpu().tolist()],
-        "accelerator": str(torch.accelerator.current_accelerator()),
-    }
-
-
-def on_the_core(mode: str, seed: int, leave_out: str = "") -> dict[str, Any]:
-    """Two models, each on a stream of its own and never waiting for the other, on memory of `mm_device_*`.
-
-    A block that one frees is given to the other, so only the allocator's waits keep them apart.
-    """
-    warnings.simplefilter("ignore")  # autograd remarks that a model was not made on the stream that it is trained on
-    handles = start(mode, seed)
-    handles.path = handles.driver_path
-    core = device_abi.load(build.core_with_mutations())
-    device = device_abi.Device(core, handles, budget=3 << 20)
-    addresses = [ctypes.cast(getattr(core, f"mm_device_{name}"), ctypes.c_void_p) for name in ("alloc", "free", "used")]
-    handles.lib.memdev_use_core(0, ctypes.c_void_p(device.handle), *addresses)
-    if leave_out:
-        assert core.mm_test_leave_out(leave_out.encode()) == 0, leave_out
-    runs = []
-    for number in range(2):
-        torch.manual_seed(number)
-        model, batch, loss_of = convnet()
-        model.to(DEVICE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        runs.append((torch.Stream(device=DEVICE), model, [t.to(DEVICE) for t in batch], loss_of, optimizer))
-    torch.accelerator.synchronize()
-    losses = []
-    for _ in range(3):
-        for stream, model, batch, loss_of, optimizer in runs:
-            with stream:
-                loss = loss_of(model, *batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-    torch.accelerator.synchronize()
-    sha = hashlib.sha256(str([loss.item().hex() for loss in losses]).encode())
-    for _, model, *_ in runs:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return {
-        "digest": sha.hexdigest(),
-        "cross_reuses": device.stats.cross_reuses,
-        "driver_errors": device.stats.driver_errors,
-        "wrong": device.check(),
-    }

@@ -1,7 +1,5 @@
 """Trainings whose blocks have sites (allocator/core/places.h), in the orders of the device's work other than virtual time's."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

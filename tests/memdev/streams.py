@@ -5,8 +5,6 @@ nothing runs before it is waited for; the programs wait for the stream that take
 reads it. They evict cells themselves (`Pass.lose`), so that no policy decides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

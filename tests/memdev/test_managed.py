@@ -1,7 +1,5 @@
 """Budgets on the test device: the bits of training without memmgr, with any delay and any order of the device's work."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 In virtual time (test_timed.py) work runs as soon as its time has come. Here it runs late, in a random order, or on a thread.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

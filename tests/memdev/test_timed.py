@@ -1,7 +1,5 @@
 """Planned steps in virtual time: how often they may call the driver, and how long they may take (first light, F1, F2, F5, F7, F12, F21)."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from typing import Any

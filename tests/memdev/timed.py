@@ -1,7 +1,5 @@
 """Trainings on the test device under the clock of the double (driver/virtual_time.h), for test_timed.py."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -154,8 +152,7 @@ def idle_ops(scale: float = 1024) -> dict[str, Any]:
 
 def launch_bound(ops: int, steps: int = 3) -> dict[str, Any]:
     """The step of a chain of so many ops that take less time than their launches: plain, without a limit, and in a budget that
-    is large enough. `small`: tensors below the pager's threshold; `recorded`: of 64 KiB, with gradients.
-    """
+    is large enough. `small`: tensors below the pager's threshold; `recorded`: of 64 KiB, with gradients."""
     _, simulation = begin(1 << 14)
     out: dict[str, Any] = {}
 

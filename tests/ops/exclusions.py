@@ -1,8 +1,5 @@
 """Exceptions of the sweep over the operator database, each with its reason. Keep it short: each is torch's own
-behaviour, and a test asserts that each entry is still needed.
-"""
-
-from __future__ import annotations
+behaviour, and a test asserts that each entry is still needed."""
 
 import os
 import subprocess

@@ -6,8 +6,6 @@ reasons are of torch 2.11 to 2.13, by reading the kernels; of the ops that 2.14 
 its op's reason.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -109,14 +107,10 @@ READ = (
         "_cudnn_rnn _cudnn_rnn_backward miopen_rnn_backward",
     ),
     Reason(
-        "gradients go to new tensors",
-        "workspace",
-        "_thnn_fused_gru_cell_backward _thnn_fused_lstm_cell_backward_impl",
+        "gradients go to new tensors", "workspace", "_thnn_fused_gru_cell_backward _thnn_fused_lstm_cell_backward_impl"
     ),
     Reason(
-        "the forward's states, read",
-        "cx_tmp cell_state_fwd z_state",
-        "mkldnn_rnn_layer_backward lstm_mps_backward",
+        "the forward's states, read", "cx_tmp cell_state_fwd z_state", "mkldnn_rnn_layer_backward lstm_mps_backward"
     ),
     Reason(
         "the state of the generator at the forward, which made it as a result",

@@ -14,8 +14,6 @@ As a program, for one op, or for everything with each bucket in a process of its
     python -m tests.ops.sweep --all [--jobs 2]
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os
@@ -46,9 +44,6 @@ MODULE_SAMPLES = {torch.float32: 6, torch.float64: 2, torch.bfloat16: 2}
 SAMPLES_PER_BUDGET = 50
 FILLED_WORDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PLAIN, INPLACE, DOUBLE, MODULE = "plain", "inplace", "double", "module"
-
-
-# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 class Bits(NamedTuple):
@@ -86,7 +81,7 @@ class Result(NamedTuple):
 
     entries: dict[str, Any]
 
-    def differences(self, other: Result) -> list[str]:
+    def differences(self, other: "Result") -> list[str]:
         a, b = self.entries, other.entries
         return [
             f"{name} ({_how(a.get(name), b.get(name))})" for name in {**a, **b} if a.get(name, ()) != b.get(name, ())
@@ -101,9 +96,6 @@ def _how(a: Any, b: Any) -> str:
     if isinstance(a, Bits) or isinstance(b, Bits):
         return f"{'present' if a else 'absent'} -> {'present' if b else 'absent'}"
     return f"{str(a)[:160]} -> {str(b)[:300]}"
-
-
-# ---- cases -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -236,9 +228,6 @@ def _module_call(cls: Any, build: Any, dtype: torch.dtype, training: bool) -> Ca
     return call
 
 
-# ---- running -----------------------------------------------------------------------------------------------------------
-
-
 def _private(tree: Any) -> Any:
     """A copy of all tensors in `tree`, with strides, offsets and shared storages as they are; leaves stay leaves."""
     storages: dict[int, torch.UntypedStorage] = {}
@@ -362,7 +351,7 @@ class Report:
     stats: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
-    def add(self, other: Report) -> None:
+    def add(self, other: "Report") -> None:
         self.same += other.same
         self.raised += other.raised
         self.nondeterministic += other.nondeterministic
@@ -464,9 +453,6 @@ def _compare(batch: list[tuple[Case, Result]], report: Report, verbose: bool) ->
 
 def cases_in(bucket: int) -> list[Case]:
     return [case for name in op_names() if bucket_of(name) == bucket for case in cases_of(name)]
-
-
-# ---- as a program ------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:

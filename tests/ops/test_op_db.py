@@ -4,8 +4,6 @@
 of n shares (0 <= i < n). One op by hand: `python -m tests.ops.sweep --op NAME`.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,6 +1,5 @@
 """Arguments that a kernel may write although its schema does not declare it: all that look like state have a reason, and the
-bytes of every undeclared argument are compared around the ops that run here.
-"""
+bytes of every undeclared argument are compared around the ops that run here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Compares the bytes of an op's undeclared arguments before and after it."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Compiles extension.cpp, the extension of test_extensions.py."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

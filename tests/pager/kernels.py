@@ -1,7 +1,5 @@
 """Kernels of torch's that a test replaces by its own."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Programs of test_loops.py, each in a process of its own: bytes left behind by other tests count against a budget."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
@@ -123,8 +121,7 @@ def reads() -> dict[str, Any]:
 
 def prompts() -> dict[str, Any]:
     """Bytes read by ops between turns (more tokens at once); with plans and without. With plans the least of up to three runs:
-    on a busy machine reads begin late, and weights that leave for them are read twice. An idle machine needs one run.
-    """
+    on a busy machine reads begin late, and weights that leave for them are read twice. An idle machine needs one run."""
 
     def read(**options: Any) -> tuple[list[Tensor], int, int]:
         model = decoder()
@@ -151,8 +148,7 @@ def prompts() -> dict[str, Any]:
 
 def returning() -> dict[str, Any]:
     """A loop, and between its tokens a long part that is no turn of it: turns with a plan in each round, and the
-    prefetches of the first.
-    """
+    prefetches of the first."""
 
     def run(each: Callable[[], None] = lambda: None) -> list[Tensor]:
         model, other = decoder(), Decoder(3 * LAYERS).eval()

@@ -1,4 +1,4 @@
-// The scores of malloc's own orders, for tests/pager/test_scores.py.
+// The scores of malloc's own orders, for tests/pager/test_ranking.py.
 #include "residency/score.h"
 
 extern "C" double mm_score(uint8_t order, double cost, uint64_t nbytes, double age) {

@@ -1,7 +1,5 @@
 """Trainings under plans: the same one with and without a budget, and the pager's counters."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable, Iterator

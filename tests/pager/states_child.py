@@ -6,8 +6,6 @@ budget.
 Prints `memmgr.stats()`, and the summary, as one JSON object.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The seam between Python and C++: the stub, the constants, and how the module's functions take their arguments."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

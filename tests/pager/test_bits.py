@@ -1,7 +1,5 @@
 """Two-valued bytes (masks) are evicted but for a bit for each element, and are restored with the same bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A computation in a thread of memmgr ends when another thread stops it: at once, in its own frames, and in no others."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

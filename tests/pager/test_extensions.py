@@ -7,7 +7,6 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import forkserver
 import pytest
 import torch
+from threads import in_threads
 from torch import nn
 
 import memmgr
@@ -81,9 +81,7 @@ def _others() -> Iterator[None]:
 
 def _in_thread(call: Callable[[], Any]) -> Any:
     result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(call()))
-    thread.start()
-    thread.join()
+    in_threads(lambda _: result.append(call()), range(1))
     return result[0]
 
 
@@ -379,8 +377,6 @@ def test_functions_are_as_they_were(extension: Any) -> None:
         assert extension.sum_const(t) == N
         assert not native.load().describe(t)
 
-
-# ---- writes that no op declares --------------------------------------------------------------------------------------
 
 watched = pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_cdata") or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),

@@ -1,7 +1,5 @@
 """Where shapes change from step to step, kinds of one family vouch for one another (rule 8)."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator
@@ -28,10 +26,6 @@ def _family(run: Callable[..., Any], *, tried: int = ENOUGH, verify: bool = Fals
         for n in [LENGTHS[0], LENGTHS[-1], *LENGTHS[1 : tried - 1]]:
             torch.ones(n).erfinv()
         yield mm, native
-
-
-def _doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
 
 
 class Counted:
@@ -139,9 +133,7 @@ def test_training_with_lengths_that_change() -> None:
         torch.manual_seed(0)
         lengths = random.Random(seed)
         model = nn.Sequential(
-            nn.Embedding(100, 64),
-            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
-            nn.Linear(64, 100),
+            nn.Embedding(100, 64), nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), nn.Linear(64, 100)
         )
         optimizer = torch.optim.AdamW(model.parameters())
         trials = []

@@ -1,7 +1,5 @@
 """Memory of other libraries and of other processes: it counts, it is named, and it does not leave."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

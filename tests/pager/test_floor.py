@@ -1,7 +1,5 @@
 """`floor_bytes` is the smallest budget that works: a twentieth more runs, a twentieth less raises and says so."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

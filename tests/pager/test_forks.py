@@ -1,6 +1,5 @@
 """Forked children: tensors that were absent in the parent are restored there, from inherited bytes; the child does no
-other work of memmgr's.
-"""
+other work of memmgr's."""
 
 from __future__ import annotations
 
@@ -11,15 +10,19 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import forkserver
 import pytest
 import torch
+from threads import in_threads
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memmgr
 from memmgr.native import binding as native
+
+from .raw_reads import READS, same
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")]  # 3.12 warns of fork beside threads
 
@@ -69,24 +72,11 @@ def _both_ways(pager: native.Pager) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return root, evicted, offloaded
 
 
-READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "op": lambda t: t + 0,
     "numpy": lambda t: torch.from_numpy(t.numpy()),
-    "tolist": lambda t: torch.tensor(t.tolist()),
-    "storage": lambda t: torch.tensor([t.untyped_storage()[i] for i in range(64)], dtype=torch.uint8).view(
-        torch.float32
-    ),
-    "pickle": lambda t: torch.load(_saved(t)),
+    **{name: READS[name] for name in ("tolist", "storage list", "save")},
 }
-
-
-def _saved(t: torch.Tensor) -> object:
-    import io
-
-    file = io.BytesIO()
-    torch.save(t, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -97,8 +87,7 @@ def test_what_was_away_comes_back(pager: native.Pager, reader: str) -> None:
 
     def body() -> None:
         for wanted, tensor in zip(want, (evicted, offloaded), strict=True):
-            got = read(tensor)
-            assert torch.equal(got, wanted[: len(got)])
+            assert same(read(tensor), read(wanted))
         assert pager.stats()["absent_cells"] == 0
 
     Child(body).ends_well()
@@ -126,9 +115,7 @@ def test_a_thread_of_a_child_is_seen(pager: native.Pager) -> None:
 
     def body() -> None:
         got: list[float] = []
-        thread = threading.Thread(target=lambda: got.append(evicted.sum().item() + offloaded.sum().item()))
-        thread.start()
-        thread.join()
+        in_threads(lambda _: got.append(evicted.sum().item() + offloaded.sum().item()), range(1))
         assert got == [want]
 
     Child(body).ends_well()
@@ -221,8 +208,7 @@ def test_but_it_has_where_there_was_none_yet() -> None:
 
 def test_a_fork_amid_other_threads_ops(beyond: Callable[[str], int]) -> None:
     """In any state of theirs: no thread in the child waits for them, and a tensor that they moved is resident or
-    absent, never half.
-    """
+    absent, never half."""
     stop = threading.Event()
     errors: list[BaseException] = []
 

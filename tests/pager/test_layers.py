@@ -4,8 +4,6 @@ whose header declares it.
 A unit is a header and the source of the same name.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path

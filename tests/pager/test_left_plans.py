@@ -1,7 +1,5 @@
 """Passes that leave a plan: the op at which they do, its module and its difference, in words."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """The pager's locks (allocator/pager/base/lock.h): a wrong order ends the process, and a child of fork finds them free."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

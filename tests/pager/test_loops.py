@@ -1,8 +1,5 @@
 """Plans without a backward: a turn of the program's loop is the period, and the tensors that the next one reads are
-prefetched in its order.
-"""
-
-from __future__ import annotations
+prefetched in its order."""
 
 import json
 import os

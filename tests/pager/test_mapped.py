@@ -1,7 +1,5 @@
 """Tensors that are mapped from files: counted, paged from the file itself, with the bits and the sharing of plain torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

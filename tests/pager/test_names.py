@@ -1,14 +1,11 @@
 """Rule 9, names: code that only compares addresses gets one number for a storage's whole life, in and out of budgets."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy
 import importlib
 import importlib.util
 import inspect
-import io
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -25,6 +22,8 @@ import memmgr
 from memmgr.native import binding as native
 from memmgr.readers.names import NAMERS
 
+from .raw_reads import saved
+
 COUNT = 20_000  # 80 kB: more than the 64 KiB from which tensors may leave
 UNPATCHED = torch.Tensor.data_ptr
 PLAIN = getattr(torch.Tensor, "const_data_ptr", UNPATCHED)  # the other counts as a write that no op announces
@@ -32,14 +31,6 @@ PLAIN = getattr(torch.Tensor, "const_data_ptr", UNPATCHED)  # the other counts a
 
 def _values() -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.full(COUNT, 3.0, np.float32)
-
-
-def _loaded() -> torch.Tensor:
-    file = io.BytesIO()
-    torch.save(torch.from_numpy(_values()), file)
-    file.seek(0)
-    tensor: torch.Tensor = torch.load(file)
-    return tensor
 
 
 MAKERS: dict[str, Callable[[], torch.Tensor]] = {
@@ -51,7 +42,7 @@ MAKERS: dict[str, Callable[[], torch.Tensor]] = {
     "tensor of an array": lambda: torch.tensor(_values()),
     "from_numpy": lambda: torch.from_numpy(_values()),
     "frombuffer": lambda: torch.frombuffer(bytearray(_values().tobytes()), dtype=torch.float32),
-    "load": _loaded,
+    "load": lambda: saved(torch.from_numpy(_values())),
     "pickle": lambda: pickle.loads(pickle.dumps(torch.from_numpy(_values()))),
     "deepcopy": lambda: copy.deepcopy(torch.from_numpy(_values())),
     "storage": lambda: torch.tensor([], dtype=torch.float32).set_(torch.UntypedStorage(4 * COUNT)).fill_(3.0),  # type: ignore[call-overload]
@@ -77,9 +68,6 @@ def _patch_ends() -> Iterator[None]:
     with _budget():
         pass
     assert torch.Tensor.data_ptr is UNPATCHED
-
-
-# ---- one name for a whole life ----
 
 
 @pytest.mark.parametrize("born_in_budget", [True, False])
@@ -133,9 +121,6 @@ def test_views_differ_by_their_offset() -> None:
         assert _away(tensor)
         assert [_name(tensor), _name(tensor[100:])] == names == [names[0], names[0] + 400]
         assert _name(tensor[:0]) == 0, "as in plain torch"
-
-
-# ---- addresses that come again ----
 
 
 def _born_at(address: int) -> torch.Tensor:
@@ -288,9 +273,6 @@ def test_names_through_a_random_life(seed: int) -> None:
         living.clear()
 
 
-# ---- callers ----
-
-
 @pytest.mark.parametrize("when", ["in", "opens", "closes"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_write_to_a_saved_tensor_is_seen(maker: str, when: str) -> None:
@@ -341,8 +323,7 @@ def test_patch_stays_while_a_name_differs_from_its_address() -> None:
 @pytest.mark.parametrize("module", NAMERS)
 def test_callers_exist(module: str) -> None:
     """A function with another name in another version would get real addresses, and its tensors would be pinned for
-    ever.
-    """
+    ever."""
     if not importlib.util.find_spec(module.partition(".")[0]):
         pytest.skip("not installed")
     try:

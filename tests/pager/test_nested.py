@@ -1,7 +1,5 @@
 """Strided nested tensors: their sizes, strides and offsets are tensors that torch reads by address (rule 9)."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Whether a switch changes bits depends on the CPU (tests/exactness/test_hostile.py); the default dtype changes them on all.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The search for living objects, beside threads that make some."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -86,8 +84,7 @@ def _known(native: Any) -> list[torch.Tensor]:
 
 def test_tuples_that_others_fill_are_left_alone() -> None:
     """A search for all tensors must not hold a reference to a tuple that another thread is about to fill from a
-    generator.
-    """
+    generator."""
     looks: dict[str, Callable[[Any], Any]] = {
         "device": lambda native: memory_inventory.live_tensors(_known(native), "cpu"),
         "state": lambda native: memory_inventory.holders(native, "cpu", rest=native.resident_cells()),
@@ -154,8 +151,7 @@ def test_what_the_collector_knows_is_found_once_wherever_it_lies() -> None:
 
 def test_a_trial_holds_nothing_when_it_is_over() -> None:
     """The tensor that it read belongs to the program alone when the op returns, not when some thread has released it.
-    Otherwise the bytes of tensors that end then stay, and the budget is exhausted without need.
-    """
+    Otherwise the bytes of tensors that end then stay, and the budget is exhausted without need."""
     with memmgr.budget("1GB", quiet=True, verify=True):  # each is tried, although its family is trusted
         native = binding.load()
         holders = set()

@@ -1,12 +1,13 @@
 """Measured periods, their plans, and the pager following them: the same bits, the budget, and the gain of a plan."""
 
-from __future__ import annotations
-
+import copy
+import errno
 import functools
 import itertools
 import os
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from memmgr.runtime import planner_process, planning, timeline
 from memmgr.runtime.plans import MOST_TRIES
 from memmgr.tools.bench.models import DenseNet, TreeLSTM
 
-from .planned import STEPS, bits, need, plain, settled, sizes, trained, under
+from .planned import STEPS, bits, need, plain, run, settled, sizes, trained, under
 
 __all__ = ["sizes"]  # a fixture
 
@@ -164,12 +165,13 @@ def test_a_plan_that_cannot_be_made_costs_nothing_but_speed(monkeypatch: pytest.
 class States(models.Training):
     """Little is computed, and most of it lives from one step to the next."""
 
-    def __init__(self, between: Callable[[States, int], None] = lambda *_: None) -> None:
+    def __init__(self, between: "Callable[[States, int], None]" = lambda *_: None) -> None:
         layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(10)]
         model = nn.Sequential(*layers, nn.Linear(256, 10))
         x, y = torch.randn(128, 256), torch.randint(10, (128,))
         super().__init__(model, lambda: nn.functional.cross_entropy(model(x), y))
         self.between, self.steps = between, 0
+        self.others: list[torch.Tensor] = []
 
     def step(self) -> float:
         self.steps += 1
@@ -186,8 +188,7 @@ def moved(figures: list[dict[str, Any]]) -> int:
 @pytest.mark.parametrize("share", [0.7, 0.45, 0.3])
 def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
     """A plan that reaches over the end of the period: tensors from the begin are read before their ops, in the plan's
-    order.
-    """
+    order."""
     got, figures, limit = under(States, share, "offload")
     assert got == plain(States)
     now, before = figures[STEPS - 1], figures[STEPS - 2]
@@ -329,16 +330,139 @@ def twice(training: States, step: int) -> None:
         training.loss().backward()
 
 
-@pytest.mark.parametrize("between", [other_states, other_layers, looks_on, gradients_stay, twice])
+def two_buffers(training: States, step: int) -> None:
+    """Parameters take turns with a second set of storages."""
+    if not training.others:
+        training.others = [p.detach().clone() for p in training.model.parameters()]
+    for i, p in enumerate(training.model.parameters()):
+        p.data, training.others[i] = training.others[i], p.data
+
+
+def other_storages(training: States, step: int) -> None:
+    if step in (5, 7, 8):
+        parameters = list(training.model.parameters())
+        for p in parameters[::2]:
+            p.data = p.data.clone()
+        torch.utils.swap_tensors(parameters[2], nn.Parameter(parameters[2].detach().clone()))
+        state = copy.deepcopy(training.optimizer.state_dict())
+        training.optimizer.state.clear()
+        training.optimizer.load_state_dict(state)
+
+
+def interrupted(training: States, step: int) -> None:
+    """Backward ends in its middle, which ends the period there."""
+    if step in (5, 8):
+
+        def stop(_: torch.Tensor) -> None:
+            raise KeyboardInterrupt
+
+        handle = list(training.model.parameters())[8].register_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            training.loss().backward()
+        handle.remove()
+
+
+CHANGES = (other_states, other_layers, looks_on, gradients_stay, twice, two_buffers, other_storages, interrupted)
+
+
+@pytest.mark.parametrize("between", CHANGES)
 @pytest.mark.parametrize("policy", [pytest.param("auto", marks=pytest.mark.slow), "offload"])  # the same plan of states
 def test_what_happens_between_steps_that_a_plan_spans(policy: str, between: Callable[..., None]) -> None:
+    wrong: list[str] = []
+
     def make() -> States:
-        return States(between)
+        return States(lambda training, step: (between(training, step), wrong.extend(errors())))
 
     got, figures, limit = under(make, 0.45, policy, steps=9)
     assert got == trained(make, 9)
     assert figures[-1]["resident_bytes.peak"] <= limit
-    assert figures[-1]["plans"] >= 1
+    assert figures[-1]["plans"] >= 1 and figures[-1]["offloads"] > 0 and not wrong
+
+
+def errors() -> list[str]:
+    """The errors of all plans until now; none outside of a budget."""
+    runtime: Any = budgets.current()
+    return [] if runtime is None else [text for text in runtime.plans.errors() if text != "no schedule fits"]
+
+
+class Replaced:
+    """Without an optimizer: each step makes parameters and momenta of those that are there, which then end."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(64, 128)
+        self.weights = [torch.randn(128, 128).mul_(0.05).requires_grad_() for _ in range(10)]
+        self.momenta = [torch.zeros(128, 128) for _ in self.weights]
+        self.model, self.optimizer = self, types.SimpleNamespace(state={})
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [*self.weights, *self.momenta]
+
+    def step(self) -> float:
+        h = self.x
+        for weight in self.weights:
+            h = torch.tanh(h @ weight)
+        loss = h.square().mean()
+        gradients = torch.autograd.grad(loss, self.weights)
+        with torch.no_grad():
+            for i, gradient in enumerate(gradients):
+                self.momenta[i] = self.momenta[i] * 0.9 + gradient
+                self.weights[i] = (self.weights[i] - 0.1 * self.momenta[i]).requires_grad_()
+        return loss.item()
+
+
+def test_parameters_that_each_step_makes_anew() -> None:
+    got, figures, limit = under(Replaced, 0.5, "offload", steps=10)
+    assert got == trained(Replaced, 10)
+    assert figures[-1]["resident_bytes.peak"] <= limit and figures[-1]["offloads"] > 0
+
+
+def test_forked_children_read_all_that_a_followed_cycle_has_away() -> None:
+    sums: list[int] = []
+    ends: list[int] = []
+
+    def note(training: States, step: int) -> None:
+        if budgets.current() is None:
+            sums.append(hash(b"".join(bits(training))))
+            return
+        settled()
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(0 if hash(b"".join(bits(training))) == sums[step - 1] else 1)
+            finally:
+                os._exit(2)
+        ends.append(os.waitpid(child, 0)[1])
+
+    def make() -> States:
+        return States(note)
+
+    want = trained(make, 10)
+    limit = int(need(States) * 0.5)
+    with memmgr.budget(limit, quiet=True, policy="offload") as mm:
+        training, losses = run(make, 10)
+    assert (losses, bits(training)) == want
+    assert ends == [0] * 10
+    assert mm.stats()["planned_passes"] >= 2 and mm.stats()["reads_ahead"] > 0
+
+
+@pytest.mark.parametrize("after", [3, 12])
+def test_a_write_that_fails_while_a_cycle_is_followed(after: int) -> None:
+    """A tensor whose write failed stays, and can be evicted another time."""
+
+    def fail(training: States, step: int) -> None:
+        # Again in each step until one is met: the failed write may be one that no op waits for any more.
+        if (runtime := budgets.current()) is not None and step >= 4 and not runtime.native.stats()["tier_errors"]:
+            runtime.native.tier_inject(write=errno.ENOSPC, after_writes=after)
+
+    def make() -> States:
+        return States(fail)
+
+    limit = int(need(States) * 0.55)
+    with memmgr.budget(limit, quiet=True, policy="offload") as mm:
+        training, losses = run(make, 10, lambda _: settled())
+    figures = mm.stats()
+    assert (losses, bits(training)) == trained(make, 10)
+    assert figures["tier_errors"] > 0 and figures["planned_passes"] >= 1 and figures["resident_bytes.peak"] <= limit
 
 
 def test_what_is_measured_as_a_cycle_gets_the_whole_budget() -> None:
@@ -475,8 +599,7 @@ class Dropout(models.Training):
 )
 def test_a_plan_is_done_as_it_says(make: type[models.Training], policy: str, share: float) -> None:
     """No tensor is dropped before its dependents are made, or stays after that. A tensor that the plan has evicted and
-    that is made as an intermediate is dropped again, and one that later groups read stays for them.
-    """
+    that is made as an intermediate is dropped again, and one that later groups read stays for them."""
     limit = int(need(make) * share)
     torch.manual_seed(0)
     training = make()

@@ -1,7 +1,5 @@
 """A training while its plan is made in another process: the end of that process, or of the budget, ends nothing else."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -29,11 +27,7 @@ from .planned import bits, need, settled, sizes, trained
 
 __all__ = ["process", "sizes"]  # fixtures
 
-pytestmark = [
-    pytest.mark.filterwarnings("error:memmgr"),
-    pytest.mark.usefixtures("sizes"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.filterwarnings("error:memmgr"), pytest.mark.usefixtures("sizes"), pytest.mark.timeout(300)]
 
 GPT = functools.partial(models.gpt, layers=2, width=64)
 STEPS = 12

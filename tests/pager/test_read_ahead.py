@@ -1,7 +1,5 @@
 """Reading ahead in passes without a plan: in backward, and by the order of the last pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -44,8 +44,6 @@ def _nothing_is_pinned(pager: native.Pager) -> None:
     assert not [cell for cell in pager.cells() if cell["pins"] and not cell["small"]]
 
 
-# ---- writes to storages ----------------------------------------------------------------------------------------------
-
 STORAGE_WRITES: dict[str, Callable[[torch.UntypedStorage], Any]] = {
     "fill_": lambda s: s.fill_(0),
     "[]=": lambda s: s.__setitem__(5, 77),
@@ -95,9 +93,6 @@ def test_a_typed_storage_writes(pager: native.Pager) -> None:
         x.storage()[7] = 100.0
         assert x.storage()[7] == 100.0
     assert x[7].item() == 100.0
-
-
-# ---- copies ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_and_its_states(pager: native.Pager) -> None:
@@ -165,9 +160,6 @@ def test_safetensors_files_of_a_model_larger_than_the_budget(
     assert all(torch.equal(loaded[k], v) for k, v in want.items())
 
 
-# ---- other processes -------------------------------------------------------------------------------------------------
-
-
 def _double(queue: Any, done: Any) -> None:
     t = queue.get()
     t.mul_(2)
@@ -194,9 +186,6 @@ def test_a_queue_shares_the_bytes(pager: native.Pager) -> None:
     assert torch.equal(x, _numbers() * 2)
     assert torch.equal(y.detach(), _numbers())
     assert pager.take_away(x) == 0
-
-
-# ---- other layouts, scripts ------------------------------------------------------------------------------------------
 
 
 def _nested(t: torch.Tensor) -> torch.Tensor:

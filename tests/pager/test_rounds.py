@@ -1,7 +1,5 @@
 """Rounds: programs that repeat themselves only after several backwards."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterable
 
@@ -54,8 +52,7 @@ def test_periods_that_do_with_plans_of_their_own_stay() -> None:
 
 def test_passes_that_differ_at_the_end_of_an_epoch_make_no_round_of_it() -> None:
     """A loader that reads ahead gets no batch at an epoch's last step, and two at its first. The passes between follow a plan,
-    and a period of the whole epoch would end that.
-    """
+    and a period of the whole epoch would end that."""
     assert "AAAABC" not in followed(Rounds(), "AAAABC" * 3 * TIMES, planned="A")
     assert "AAAABC" in followed(Rounds(), "AAAABC" * 3 * TIMES)
 

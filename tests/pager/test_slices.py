@@ -1,7 +1,5 @@
 """Optimizers' steps and list ops in slices of their lists: the same bits, with the working set of a slice."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -86,6 +84,15 @@ def test_list_ops(op: Any, one_by_one: None, beyond: Callable[[str], int]) -> No
     assert cut > 0, "nothing was cut, so nothing was tested"
 
 
+def same_with_slices(run: Callable[[], list[torch.Tensor]], limit: int) -> dict[str, Any]:
+    """The figures of a run under the budget, which has the same bits as without."""
+    want = run()
+    with memmgr.budget(limit, quiet=True) as mm:
+        got = run()
+        assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    return mm.stats()
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, **k),
     "AdamW, amsgrad": lambda p, **k: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True, **k),
@@ -135,14 +142,8 @@ STEPS += [
 @pytest.mark.parametrize(("name", "way", "types"), STEPS)
 def test_steps(name: str, way: str, types: int, beyond: Callable[[str], int]) -> None:
     dtypes = (torch.float32, torch.float64)[:types]
-    want = _trained(OPTIMIZERS[name], way, dtypes)
-    again = _trained(OPTIMIZERS[name], way, dtypes)
-    assert all(torch.equal(a, b) for a, b in zip(want, again, strict=True)), "plain runs differ"
-    with memmgr.budget(beyond("700kB"), quiet=True) as mm:
-        got = _trained(OPTIMIZERS[name], way, dtypes)
-        moved = mm.stats()["offloads"] + mm.stats()["evictions"] + mm.stats()["clean_drops"]
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-    assert moved > 0, "everything fitted, so nothing was tested"
+    stats = same_with_slices(lambda: _trained(OPTIMIZERS[name], way, dtypes), beyond("700kB"))
+    assert stats["offloads"] + stats["evictions"] + stats["clean_drops"] > 0, "everything fitted, so nothing was tested"
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused"])
@@ -161,10 +162,7 @@ def test_parameters_that_share_memory(way: str, beyond: Callable[[str], int]) ->
             optimizer.step()
         return [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
 
-    want = run()
-    with memmgr.budget(beyond("700kB"), quiet=True):
-        got = run()
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    same_with_slices(run, beyond("700kB"))
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused"])
@@ -192,11 +190,7 @@ def test_what_a_scaler_unscales(beyond: Callable[[str], int]) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
         return [found, *grads]
 
-    want = run()
-    with memmgr.budget(beyond("280kB"), quiet=True) as mm:
-        got = run()
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-    assert mm.stats()["slices"] > 0
+    assert same_with_slices(run, beyond("280kB"))["slices"] > 0
 
 
 MOVED = """
@@ -218,8 +212,7 @@ print(mm.stats()["reload_bytes"])
 
 def test_what_a_slice_needs_comes_once() -> None:
     """Cut op by op, each of a step's dozen list ops would move all parameters and states. In processes of their own:
-    tensors left behind by other tests could be evicted instead.
-    """
+    tensors left behind by other tests could be evicted instead."""
 
     def moved(way: str) -> int:
         done = forkserver.run([sys.executable, "-c", MOVED, way], capture_output=True, text=True)

@@ -1,7 +1,5 @@
 """Storages below 64 kB have no cell. Where very many of them fill the budget, new ones get one (pools/small_blocks.h)."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ops whose tensors are all small: the most frequent ones have kernels with types, and these keep the rules as well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Model states as a kind of their own: where they are, and how many bytes moved."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

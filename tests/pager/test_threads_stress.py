@@ -1,8 +1,6 @@
 """Threads on the parts of the pager that need no torch, under ThreadSanitizer (threads_stress.cpp): admission, the kernel's
 slots, the thread that drops references, the locks with their ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

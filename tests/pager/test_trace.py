@@ -1,7 +1,5 @@
 """A period as a trace: its contents, planning and simulating it, and how to request the file."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

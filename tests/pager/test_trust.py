@@ -1,7 +1,5 @@
 """Trust is earned (rule 8): an op that does not reproduce is not run again."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -25,8 +23,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 class Unsteady:
     """A kernel that gives other bytes for arguments that it has seen before: right the first time, wrong whenever it is
-    run again.
-    """
+    run again."""
 
     def __init__(self, right: Callable[[torch.Tensor], torch.Tensor], *, in_place: bool) -> None:
         self._right, self._in_place = right, in_place
@@ -82,8 +79,7 @@ def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: st
 @contextlib.contextmanager
 def _no_room_beside(n: int, results: int = 1) -> Any:
     """A budget with room for its inputs, of n floats, and so many results of that length, and no further one. A kind is
-    tried once in a process: each test has an n of its own.
-    """
+    tried once in a process: each test has an n of its own."""
     with memmgr.budget("1GB", policy="evict", disk=False, quiet=True) as mm:
         native = binding.load()
         x = torch.rand(n) * 0.1
@@ -233,8 +229,7 @@ def test_a_second_run_that_fails_is_made_good(how: type[Exception]) -> None:
 @pytest.mark.parametrize(("there", "steps"), [(7, 32), (0xFF, 2)])
 def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps: int, room: str) -> None:
     """oneDNN's LSTM leaves bytes of its workspace as malloc gave them. They are zeros from the trial on, the rest is
-    unchanged.
-    """
+    unchanged."""
     batch, width = 16 if room == "beside" else 17, 64  # another kind
     weights = [torch.randn(4 * width, width) * 0.1 for _ in range(2)] + [torch.randn(4 * width) for _ in range(2)]
     state = [torch.zeros(batch, width) for _ in range(2)]
@@ -270,8 +265,7 @@ def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps
 
 def test_a_fused_lstm_runs_again() -> None:
     """oneDNN leaves gaps in its workspace, which is most of an LSTM's saved bytes, and makes one only where gradients
-    are on.
-    """
+    are on."""
 
     def train(scope: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
         torch.manual_seed(0)
@@ -354,8 +348,7 @@ WRITTEN_AND_READ: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", WRITTEN_AND_READ)
 def test_an_op_that_reads_what_it_writes(name: str) -> None:
     """Torch permits it where strides are not dense: the op reads values that it has written before, and a second run
-    would not.
-    """
+    would not."""
     op, native = WRITTEN_AND_READ[name], binding.load()
     values = torch.randn(192, 192)
 

@@ -1,7 +1,5 @@
 """Model states in other precisions, adapters on a frozen base, accumulation: the same bits where half and a quarter fit."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

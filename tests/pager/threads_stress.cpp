@@ -49,8 +49,6 @@ std::atomic<bool> over{false};
 
 unsigned long own_number() { return static_cast<unsigned long>(syscall(SYS_gettid)); }
 
-// ---- admission ----
-
 // Bytes of the ops that run, and their number in the upper bits. The op of another library counts no bytes here: the ops
 // for which it waits may run beside it.
 std::atomic<uint64_t> inside{0};
@@ -94,8 +92,6 @@ void wait_between_ops() {
   }
 }
 
-// ---- the kernel's slots ----
-
 std::atomic<bool> open{true};
 uint64_t guarded_by_the_slots = 0;
 std::atomic<uint64_t> read_open{0}, closings{0}, counted{0};
@@ -124,8 +120,6 @@ void close_and_open() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
-
-// ---- references ----
 
 std::mutex gil;
 thread_local bool tl_in_malloc = false;

@@ -1,7 +1,5 @@
 """Computations of the planner's process in tests. It has no torch, so this module has none."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 

@@ -5,8 +5,6 @@ shares no code with the planner, and its answers are schedules that exist (`repl
 wrong better than it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,18 +1,20 @@
 """The judge of every simulated figure: the script that came with the operator logs, which shares no code with ours."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from memmgr.policies.trace import Trace
-from memmgr.policies.trace.schedule import Step, judge_records
+from memmgr.policies.online.policy import Online
+from memmgr.policies.simulate.simulator import Run
+from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.plan import Plan
+from memmgr.policies.trace.schedule import Cost, Step, judge_records, replay
+from memmgr.tools.common.dtr_log import read_dtr_log
 
 from .operator_logs import SHARED
 
@@ -41,3 +43,38 @@ def unmanaged(log: Path) -> tuple[int, int]:
     """(peak bytes, time in ns) of a log, by the judge."""
     peak, time, _ = _module().Program(str(log)).unmanaged()
     return peak, time
+
+
+def keeps_the_rules(trace: Trace, made: Run, budget: int, tier: TierLink | None = None) -> Cost:
+    """Replays the schedule of a run within its budget, which has the run's peak and time."""
+    link = tier or TierLink("host", 1.0, 1.0)
+    cost = replay(
+        trace, made.steps, budget, write_rate=link.write_bytes_per_second,
+        read_rate=link.read_bytes_per_second, latency_seconds=link.latency_seconds, shared=link.shared,
+        away=made.away, clean=made.clean,
+    )  # fmt: skip
+    assert cost.valid, cost.why
+    assert (cost.peak_bytes, cost.seconds) == (made.peak_bytes, pytest.approx(made.seconds))
+    return cost
+
+
+def agrees(file: Path, trace: Trace, made: Run | Plan | Online, budget: int) -> None:
+    """The judge's figures of the schedule are its own."""
+    said = verdict(file, trace, made.steps, budget)
+    assert said["valid"], said
+    assert said["peak_bytes"] == made.peak_bytes <= budget
+    assert said["time_ns"] == pytest.approx(made.seconds * 1e9, rel=1e-9)
+
+
+def confirmed(file: Path, run: Callable[[Trace, int], Run], ratios: Iterable[float]) -> None:
+    """The judge confirms the run's figures at these shares of the unmanaged peak; at one of them it fits."""
+    trace = read_dtr_log(file)
+    judged = 0
+    for ratio in ratios:
+        budget = int(trace.unmanaged_peak[0] * ratio)
+        result = run(trace, budget)
+        assert result.feasible or result.why
+        if result.feasible:
+            judged += 1
+            agrees(file, trace, result, budget)
+    assert judged

@@ -1,7 +1,5 @@
 """The operator logs, where they are: `MEMMGR_SHARED`, or `shared` beside the repository."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A planner's process that belongs to one test: a fixture for the files that import it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A measured pass made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from memmgr.policies.trace import Op, OpKind, Storage, TierLink, Trace, TraceBuilder

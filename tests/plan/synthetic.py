@@ -1,7 +1,5 @@
 """Made-up operator logs: small passes of several shapes, with forward, backward, in-place ops, views and locals."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -160,8 +158,7 @@ def tangle(seed: int, *, ops: int = 8) -> LogWriter:
 
 class Tape:
     """A log of a program that takes gradients, gradients of gradients too: the record of an autograd. Every tensor
-    stays until `backward` has come back to it, as with `create_graph=True`.
-    """
+    stays until `backward` has come back to it, as with `create_graph=True`."""
 
     def __init__(self, log: LogWriter) -> None:
         self.log = log
@@ -186,8 +183,7 @@ class Tape:
 
     def gradients(self, loss: str, wanted: list[str], *, first: int = 0, last: bool = False) -> dict[str, str]:
         """The gradient of `loss` by each of `wanted`, through tensors made from the entry `first` on. With `last` the
-        graph is released on the way, and so is every gradient that is not wanted.
-        """
+        graph is released on the way, and so is every gradient that is not wanted."""
         made = self.made[first:]
         leads = set(wanted)  # to one of them
         for y, _, _, arguments in made:

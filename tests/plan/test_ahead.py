@@ -1,7 +1,5 @@
 """Steps on fake tensors: the trace is the one of a live run, and a step that cannot be traced is an error."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections import Counter
@@ -145,9 +143,6 @@ def test_no_bytes_are_needed() -> None:
     assert record(make, accelerator=False).trace(BARE).unmanaged_peak[0] > 4 * 12 * 100_000**2 * 4
 
 
-# ---- accelerators
-
-
 def test_an_accelerators_optimizer_takes_its_lists_and_leaves_index_by_index() -> None:
     trace = record(mlp, accelerator=True).trace(DEVICES["t4"])
     roots = [op for op in trace.ops if op.name == "aten::_foreach_sqrt"]
@@ -194,9 +189,6 @@ def test_attention_keeps_no_mask_of_its_dropout() -> None:
     assert on_cpu > 4 * 8 * 512 * 512 * 4
 
 
-# ---- steps that cannot be traced
-
-
 def test_a_value_that_is_asked_for_is_named_by_its_line() -> None:
     def make() -> Callable[[], object]:
         model = nn.Linear(4, 4)
@@ -241,9 +233,6 @@ def test_what_makes_no_step_is_refused() -> None:
         record(lambda: lambda: None, accelerator=False)
 
 
-# ---- times
-
-
 def test_an_op_takes_the_slower_of_arithmetic_and_bytes_unless_it_was_measured() -> None:
     rates = Rates("x", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 0, None, "", calls={"known": (7.0, 3)})
     assert rates.seconds(Work("", 2 * 10**12, 10**9, "float32")) == 2
@@ -259,9 +248,6 @@ def test_a_product_is_told_by_its_arithmetic() -> None:
 
     works = [w for w in record(make, accelerator=False).works if w.flops]
     assert [(w.flops, w.moved_bytes, w.dtype) for w in works] == [(2 * 512**3, 3 * 512 * 512 * 4, "float32")]
-
-
-# ---- plans
 
 
 def test_memory_over_the_step_is_the_traces_and_the_plan_keeps_the_budget() -> None:

@@ -1,10 +1,11 @@
-"""Lower bounds: those of the reference, never above an optimum, and in order among themselves."""
+"""Lower bounds: those of the reference, never above an optimum, and in order among themselves; the bound with a link (a study)."""
 
-from __future__ import annotations
-
+import importlib.util
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 from .exact import exact
 from .operator_logs import NAMES, SHARED, log, needs_logs
 from .synthetic import LogWriter, network, tangle
+from .test_paging import Training
 
 
 def trace_of(writer: LogWriter) -> Trace:
@@ -198,3 +200,31 @@ def test_of_equals_the_late_ones_are_kept() -> None:
     _, kept = relaxation(problem, 516, [at])
     shares = [kept[s] for k, op in enumerate(trace.ops) if op.name in names[:7] for s in problem.outputs[k]]
     assert shares == pytest.approx([1.0] * 4 + [0.0] * 3, abs=1e-6)
+
+
+pytest.importorskip("scipy", reason="linear programs need scipy")
+STUDY = Path(__file__).parents[2] / "tools" / "bench" / "studies" / "link_bound.py"
+
+
+@pytest.fixture(scope="module")
+def study() -> Any:
+    spec = importlib.util.spec_from_file_location("link_bound", STUDY)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["link_bound"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_plan_is_faster_than_the_bound(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "SMALL", 0)
+    trace = Training(8).trace()
+    link = TierLink("host", 2e3, 2e3) if not trace.links else trace.links[0]
+    need, bounds = trace.unmanaged_peak[0], []
+    for share in (0.9, 0.6, 0.4):
+        found = plan(trace, int(share * need), link=link)
+        delay = study.Program(trace, link, int(share * need)).solve()
+        assert delay is not None and found.overhead is not None
+        bounds.append(1 + delay / trace.seconds)
+        assert bounds[-1] <= found.overhead * (1 + 1e-6)
+    assert bounds == sorted(bounds) and bounds[-1] > bounds[0]

@@ -1,7 +1,5 @@
 """Published dynamic programs over chains, beside searches that share nothing with them."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random
@@ -31,9 +29,6 @@ def uneven(n: int, seed: int) -> Trace:
         builder.call("f", float(r.randint(1, 9)), [f"a{i - 1}"], made)
     reads = (((f"z{i}", f"a{i}", f"a{i - 1}"), (f"z{i}", f"a{i}")) for i in range(n, 0, -1))
     return with_backward(builder, f"a{n}", reads)
-
-
-# ---- rotor
 
 
 def shortest(costs: Costs, ways: list[Way], room: int) -> float:
@@ -103,9 +98,6 @@ def test_rotor_is_faster_than_equal_segments_in_their_memory(name: str) -> None:
     assert rotor(trace, equal.peak_bytes).seconds < equal.seconds
 
 
-# ---- Rockmate
-
-
 def cheap_and_dear(n: int) -> Trace:
     """Layers of an expensive op and a cheap one as large, each read again by its own backward."""
     builder = TraceBuilder()
@@ -139,14 +131,10 @@ def test_blocks_that_look_alike_are_solved_once() -> None:
     assert len(set(looks[1:-1])) == 1
 
 
-# ---- POFO
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_offloading_takes_a_third_of_what_recomputing_costs(seed: int) -> None:
     """The paper's abstract, for a link that carries a layer's saved tensors while the layer runs; a slow one is of
-    little use.
-    """
+    little use."""
     trace = uneven(12, seed)
     budget = int(trace.unmanaged_peak[0] * 0.7)
     alone = rotor(trace, budget)

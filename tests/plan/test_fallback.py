@@ -1,7 +1,5 @@
 """Where the planner's own ways down find nothing: passes with gradients of gradients, and the schedules that it falls back to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

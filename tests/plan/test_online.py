@@ -1,7 +1,5 @@
 """The online policy: exact, judged, blind to the future, without holes, and how it stands beside DTR."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -21,7 +19,7 @@ from memmgr.policies.trace import HELD, Op, OpKind, Trace
 from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
-from .judge import needs_judge, unmanaged, verdict
+from .judge import agrees, needs_judge, unmanaged, verdict
 from .operator_logs import NAMES, SHARED, log, needs_logs
 from .synthetic import network
 from .test_simulator import chain
@@ -64,10 +62,7 @@ def test_the_judge_confirms_operator_logs(name: str, ratio: float) -> None:
     budget = int(trace.unmanaged_peak[0] * ratio)
     fits, machine = online_of_log(name, ratio)
     assert fits
-    said = verdict(log(name), trace, machine.steps, budget)
-    assert said["valid"], said
-    assert said["peak_bytes"] == machine.peak_bytes <= budget
-    assert said["time_ns"] == pytest.approx(machine.seconds * 1e9, rel=1e-9)
+    agrees(log(name), trace, machine, budget)
 
 
 @needs_judge

@@ -1,7 +1,5 @@
 """Plans of passes that repeat: judged by rules that are not their own, against a bound, and ending as they begin."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

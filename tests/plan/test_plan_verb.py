@@ -1,7 +1,5 @@
 """memmgr plan and memmgr doctor --measure, from the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -62,8 +60,7 @@ def on_a_gpu():
 @pytest.fixture(scope="module", autouse=True)
 def quick_answers() -> Iterator[None]:
     """The planner's search has tests of its own: here it is a tenth as long, and a plan is made once. Products of
-    matrices are measured with small ones.
-    """
+    matrices are measured with small ones."""
     known: dict[object, Plan] = {}
 
     def planned_once(trace: Trace, budget: int, *, link: TierLink | None, effort: int, solve: bool) -> Plan:

@@ -1,7 +1,5 @@
 """The planner: judged by rules that are not its own, beside optima, without holes, and with a link never worse for it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace as changed
@@ -24,7 +22,7 @@ from memmgr.policies.trace.schedule import Cost, Do, Step, replay
 from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact
-from .judge import needs_judge, verdict
+from .judge import agrees, needs_judge, verdict
 from .operator_logs import log, needs_logs
 from .synthetic import LogWriter, network, tangle
 
@@ -61,9 +59,6 @@ def comes_back(made: Plan) -> bool:
     return any(step.do in (Do.RECOMPUTE, Do.RELOAD) for step in made.steps)
 
 
-# ---- judged
-
-
 @needs_logs
 @needs_judge
 @pytest.mark.parametrize(("name", "ratio"), [("unet", 0.7), ("unet", 0.3), ("transformer", 0.4)])
@@ -72,10 +67,7 @@ def test_the_judge_confirms_operator_logs(name: str, ratio: float) -> None:
     made = plan(trace, int(trace.unmanaged_peak[0] * ratio))
     assert made.feasible
     holds(trace, made)
-    said = verdict(log(name), trace, made.steps, made.budget_bytes)
-    assert said["valid"], said
-    assert said["peak_bytes"] == made.peak_bytes
-    assert said["time_ns"] == pytest.approx(made.seconds * 1e9, rel=1e-9)
+    agrees(log(name), trace, made, made.budget_bytes)
 
 
 @needs_judge
@@ -102,9 +94,6 @@ def verdict_of(writer: LogWriter, trace: Trace, made: Plan) -> dict[str, object]
         return verdict(writer.write(Path(folder) / "x.log"), trace, made.steps, made.budget_bytes)
 
 
-# ---- beside the optimum
-
-
 def test_within_three_percent_of_the_optimum() -> None:
     """Where HiGHS proves the optimum, which it does for nearly all passes of this size."""
     solved = extra = 0
@@ -122,9 +111,6 @@ def test_within_three_percent_of_the_optimum() -> None:
             solved += 1
             extra += optimum.extra_seconds > 0
     assert solved >= 8 and extra >= 6
-
-
-# ---- no holes
 
 
 # With a link and without by turns; the other half is slow. A shorter pass with skips takes a fifth of the time.
@@ -146,8 +132,7 @@ def test_within_three_percent_of_the_optimum() -> None:
 )
 def test_no_holes(writer: LogWriter, rate: float | None) -> None:
     """A plan that fits a budget fits every larger one, around the smallest that does byte by byte, with a link and
-    without.
-    """
+    without."""
     trace = trace_of(writer)
     peak = trace.unmanaged_peak[0]
     link = TierLink("host", rate, rate) if rate else None
@@ -162,9 +147,6 @@ def test_no_holes(writer: LogWriter, rate: float | None) -> None:
         low, high = (low, middle) if fits(middle) else (middle, high)
     assert not any(fits(budget) for budget in range(high - 2, high))
     assert all(fits(budget) for budget in (*range(high, high + 3), *range(high + 3, peak, peak // 12)))
-
-
-# ---- with a link
 
 
 @pytest.mark.parametrize("passes", [0.3, 2.0, 30.0])
@@ -191,8 +173,7 @@ def test_never_worse_with_a_link(seed: int, passes: float) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_copies_that_take_the_ops_cpu_are_made_where_running_again_takes_more(seed: int) -> None:
     """On a link that hides everything, the CPU time of copies counts. Where that was only added up afterwards, a link
-    of twice the speed made a ViT's plan more expensive (1.126 for 1.097).
-    """
+    of twice the speed made a ViT's plan more expensive (1.126 for 1.097)."""
     trace = trace_of(network(seed, depth=12))
     budget = trace.unmanaged_peak[0] // 2
     alone = plan(trace, budget, effort=60_000)
@@ -236,9 +217,6 @@ def test_a_tier_has_room_for_so_much() -> None:
     offloaded = sum(trace.storages[step.target].size_bytes for step in made.steps if step.do is Do.OFFLOAD)
     assert offloaded <= peak // 20
     assert made.seconds > roomy.seconds
-
-
-# ---- differences of live passes from operator logs
 
 
 def live(*, copy_on_write: bool) -> Trace:
@@ -289,9 +267,6 @@ def test_an_in_place_write_takes_no_room() -> None:
     assert plan(Trace(ops, storages, copy_on_write=True).check(), 30).seconds == 4.0  # a leaves and is made again
 
 
-# ---- storages that no op makes again
-
-
 @pytest.mark.parametrize("kind", [OpKind.COMPUTE, OpKind.ONCE])
 def test_what_nothing_makes_again_stays_while_the_program_holds_it(kind: OpKind) -> None:
     """A gradient that waits for `zero_grad`, say: no op reads it again, and its bytes are somewhere all the same."""
@@ -311,9 +286,6 @@ def test_what_nothing_makes_again_stays_while_the_program_holds_it(kind: OpKind)
     assert any(step == Step(Do.OFFLOAD, 0) for step in made.steps) == (kind == OpKind.ONCE)
     unsaved = [step for step in made.steps if step.do in (Do.COMPUTE, Do.RECOMPUTE, Do.FREE)]
     assert replay(trace, unsaved, 12).valid == (kind == OpKind.COMPUTE)
-
-
-# ---- very long passes
 
 
 def chain(steps: int) -> Trace:
@@ -378,9 +350,6 @@ def test_batches_take_out_what_is_not_needed(
     assert sum(removed) > 0
 
 
-# ---- the plan as an object
-
-
 def test_the_same_arguments_give_the_same_plan() -> None:
     trace = trace_of(network(9, depth=8))
     budget = int(trace.unmanaged_peak[0] * 0.5)
@@ -442,8 +411,7 @@ def test_plans_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_read_at_the_highest_event_is_no_op() -> None:
     """Near the floor, with a link: the planner searched the inputs of an event that only reads a storage back, and
-    failed.
-    """
+    failed."""
     once, k = OpKind.ONCE, 1 << 10
     ops = (
         Op("clone", 1e-6, (), (0,)),
@@ -468,9 +436,6 @@ def test_a_read_at_the_highest_event_is_no_op() -> None:
     plan(trace, 242_104, link=link, effort=100_000, solve=False)
 
 
-# ---- work that a step of the search may leave out
-
-
 def shaved_down(trace: Trace, ratio: float) -> Search:
     found = Search(Timeline(Problem.of(trace, lets_go=True)), int(trace.unmanaged_peak[0] * ratio))
     found.shave()
@@ -490,8 +455,7 @@ def test_what_is_not_looked_at_to_the_end_changes_no_choice(writer: LogWriter, m
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_hopeless_does_not_fit(seed: int) -> None:
     """It is seen without taking the event out. Most events that do not fit must be seen so, or looking costs as much as
-    trying.
-    """
+    trying."""
     found = shaved_down(trace_of(network(seed, depth=8)), 0.5)
     timeline, seen, missed = found.timeline, 0, 0
     for key in timeline.extras():

@@ -1,7 +1,5 @@
 """The planner's process: its inputs, how it ends, and the fallback without one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -253,11 +251,7 @@ print(planner_process.PLANNER.pid, flush=True)
 def program(then: str, start: Any = forkserver.Popen, **options: Any) -> tuple[subprocess.Popen[str], int]:
     """A process that plans for good, and its planner's pid."""
     started: subprocess.Popen[str] = start(
-        [sys.executable, "-c", PROGRAM + then],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
+        [sys.executable, "-c", PROGRAM + then], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
     assert started.stdout is not None
     line = started.stdout.readline()

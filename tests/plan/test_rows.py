@@ -1,7 +1,5 @@
 """A schedule as the rows that the pager follows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memmgr.common.constants import Row

@@ -1,7 +1,5 @@
 """`memmgr simulate`: figures, files, and errors in one line."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -272,9 +270,6 @@ def test_bad_files_are_one_line(content: bytes | None, tmp_path: Path, capsys: p
     assert simulate(tmp_path / "bad.log", "--format", "dtr", "--ratio", 0.5) == 2
     said = capsys.readouterr().err
     assert "bad.log" in said and said.count("\n") == 1
-
-
-# -- a sweep --
 
 
 def test_a_sweep_is_a_curve_that_its_single_budgets_lie_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """The simulator: rules, policies by name, Capuchin and DELTA, each judged."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -21,7 +19,7 @@ from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do, Step, judge_records, replay
 from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
-from .judge import needs_judge, verdict
+from .judge import confirmed, keeps_the_rules, needs_judge
 from .operator_logs import SHARED, log, needs_logs
 from .passes import LINK, layers, with_backward
 from .synthetic import network
@@ -53,9 +51,6 @@ def chain(n: int) -> Trace:
         builder.call("f", 1.0, [names[-1]], [(f"a{i}", 10, -1)])
         names.append(f"a{i}")
     return with_backward(builder, names[-1], (([name], [name]) for name in reversed(names[1:])))
-
-
-# ---- the rules
 
 
 def test_replay_counts_what_the_rules_say() -> None:
@@ -100,25 +95,11 @@ def test_replay_waits_for_copies() -> None:
         list(judge_records(trace, copy))
 
 
-# ---- policies by name
-
-
 @needs_judge
 @pytest.mark.parametrize("policy", [*RECOMPUTE_ONLY, *BY_NAME])
 def test_the_judge_confirms(policy: str, tmp_path: Path) -> None:
     file = network(7, depth=12).write(tmp_path / "x.log")
-    trace = read_dtr_log(file)
-    judged = 0
-    for ratio in (0.9, 0.7, 0.5):
-        budget = int(trace.unmanaged_peak[0] * ratio)
-        result = run(policy, trace, budget)
-        if result.feasible:
-            judged += 1
-            said = verdict(file, trace, result.steps, budget)
-            assert said["valid"], said
-            assert said["peak_bytes"] == result.peak_bytes
-            assert said["time_ns"] == pytest.approx(result.seconds * 1e9, rel=1e-9)
-    assert judged
+    confirmed(file, lambda trace, budget: run(policy, trace, budget), (0.9, 0.7, 0.5))
 
 
 @pytest.mark.parametrize("policy", ["auto", "offload", "delta", "lru+offload+off", "dtr_eq", *BY_NAME])
@@ -126,14 +107,11 @@ def test_the_judge_confirms(policy: str, tmp_path: Path) -> None:
 def test_with_a_link_the_rules_hold(policy: str, passes: float) -> None:
     trace = trace_of(3, depth=12, skips=False)
     tier = link_for(trace, passes)
-    rates = {"write_rate": tier.write_bytes_per_second, "read_rate": tier.read_bytes_per_second}
     for ratio in (0.8, 0.5):
         budget = int(trace.unmanaged_peak[0] * ratio)
         result = run(policy, trace, budget, tier)
         assert result.feasible, result.why
-        cost = replay(trace, result.steps, budget, latency_seconds=tier.latency_seconds, **rates)
-        assert cost.valid, cost.why
-        assert (cost.peak_bytes, cost.seconds) == (result.peak_bytes, pytest.approx(result.seconds))
+        keeps_the_rules(trace, result, budget, tier)
 
 
 @pytest.mark.parametrize("policy", ["evict", "auto", "offload", "delta", "dtr", "lru+offload", "msps+evict"])
@@ -144,9 +122,7 @@ def test_what_it_does_with_a_measured_pass_is_a_schedule(policy: str, share: flo
     tier = None if "evict" in policy or policy == "dtr" else LINK
     found = run(policy, trace, budget, tier)
     assert found.feasible and found.steps
-    cost = replay(trace, found.steps, budget, write_rate=20.0, read_rate=20.0, latency_seconds=0.01)
-    assert cost.valid, cost.why
-    assert (cost.peak_bytes, cost.seconds) == (found.peak_bytes, pytest.approx(found.seconds))
+    keeps_the_rules(trace, found, budget, LINK)
     assert any(s.do == Do.FREE and s.target < 24 for s in found.steps[: trace.backward_at])
 
 
@@ -179,9 +155,6 @@ def test_what_the_program_holds_itself_stays() -> None:
     first = pinned.ops[2].outputs[0]
     freed = [step for step in result.steps[: len(result.steps) // 2] if step == Step(Do.FREE, first)]
     assert not freed and any(step.do is Do.RECOMPUTE for step in result.steps)
-
-
-# ---- Capuchin
 
 
 def test_capuchin_takes_the_longest_free_time_first() -> None:
@@ -223,9 +196,6 @@ def test_capuchin_hides_swaps_on_a_fast_link_and_recomputes_without_one() -> Non
     assert any(step.do is Do.RELOAD for step in fast.steps)
     assert not any(step.do in (Do.OFFLOAD, Do.RELOAD) for step in alone.steps)
     assert fast.overhead < alone.overhead
-
-
-# ---- DELTA
 
 
 def test_deltas_director_is_the_papers_comparison() -> None:

@@ -1,8 +1,5 @@
 """ZeRO-Offload, ZeRO-Infinity, PatrickStar and L2L act as their papers describe, are judged, and are never faster than
-the plan.
-"""
-
-from __future__ import annotations
+the plan."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,9 +67,6 @@ def of(p: Program, *which: Role) -> set[int]:
     return {k for k, kind in enumerate(roles(p)) if kind in which}
 
 
-# ---- roles of storages
-
-
 def test_kinds_are_told_from_who_changes_and_touches_what() -> None:
     trace = Training(LAYERS).trace()
     p = program(trace)
@@ -117,9 +111,6 @@ def test_layers_are_what_repeats() -> None:
     parameters = [p.begins[s] for _, s in trace.cycle[: len(SIZES)]]
     found = layers(trace, p)
     assert [found[k] for k in parameters] == [0, 1, 1, 3, 3, 5, 5, 7]
-
-
-# ---- each acts as its paper describes
 
 
 def test_zero_offload_streams_states_and_keeps_the_rest() -> None:
@@ -220,9 +211,6 @@ def test_patrickstar_evicts_the_chunk_that_is_used_last() -> None:
         passes.play()
         assert passes.used == passes.bytes_of(k for k, s in enumerate(passes.state) if s == RESIDENT)
     assert len(set(seen)) > 1
-
-
-# ---- judged, and beside the plan
 
 
 @given(st.integers(1, 10), st.integers(0, 50), st.floats(0.0, 1.0), st.sampled_from([50.0, 1000.0, 1e6]), st.booleans())

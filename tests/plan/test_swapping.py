@@ -1,7 +1,5 @@
 """Published systems that move tensors to a tier: the claims of their papers, and that their schedules keep the rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain as joined
@@ -17,10 +15,10 @@ from memmgr.policies.published.runs import judged as outcome
 from memmgr.policies.published.superneurons import recomputed
 from memmgr.policies.published.systems import OFFLOADING, PUBLISHED, applicable
 from memmgr.policies.simulate.decided import Accesses
-from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do, Step, replay
 
+from .judge import keeps_the_rules
 from .passes import layers, with_backward
 from .test_simulator import chain, link_for, trace_of
 
@@ -31,15 +29,6 @@ EITHER = ("superneurons", "tsplit")
 def hurry() -> Iterator[None]:
     with limited_to(2.0):
         yield
-
-
-def judged(trace: Trace, made: Run, tier: TierLink) -> None:
-    cost = replay(
-        trace, made.steps, made.budget_bytes, write_rate=tier.write_bytes_per_second,
-        read_rate=tier.read_bytes_per_second, latency_seconds=tier.latency_seconds, shared=tier.shared,
-    )  # fmt: skip
-    assert cost.valid, cost.why
-    assert (cost.peak_bytes, cost.seconds) == (made.peak_bytes, pytest.approx(made.seconds))
 
 
 # AutoTM's integer program takes all of its time where the link is slow; it is compared with all choices below.
@@ -67,7 +56,7 @@ def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
         assert made.feasible or made.why
         if made.feasible:
             fits += 1
-            judged(trace, made, tier)
+            keeps_the_rules(trace, made, made.budget_bytes, tier)
     assert fits
     assert name in EITHER or "tier" in PUBLISHED[name](trace, 10**9, None).why
 
@@ -76,16 +65,12 @@ def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
 @pytest.mark.parametrize("name", [*OFFLOADING, *EITHER])
 def test_a_measured_pass_has_a_schedule_too(name: str, gradients: bool) -> None:
     """Storages that the program itself holds are freed at their release, and so are those without a copy that no op
-    makes again.
-    """
+    makes again."""
     trace = layers(16, gradients)
     tier = TierLink("host", 40.0, 40.0)
     made = PUBLISHED[name](trace, trace.unmanaged_peak[0], tier)
     assert made.feasible, made.why
-    judged(trace, made, tier)
-
-
-# ---- copies
+    keeps_the_rules(trace, made, made.budget_bytes, tier)
 
 
 def test_what_is_read_back_ends_when_it_is_wanted_and_the_reads_follow_one_another() -> None:
@@ -110,23 +95,16 @@ def test_a_swap_is_away_where_memory_is_short() -> None:
     ]  # fmt: skip
 
 
-# ---- vDNN
-
-
 @pytest.mark.parametrize(("rate", "seconds"), [(10.0, 1.0), (5.0, 2.0)])
 def test_vdnn_takes_as_much_memory_as_a_few_layers(rate: float, seconds: float) -> None:
     """Each layer of 10 bytes ends when its input is written: a second at ten bytes a second, two at five. A few layers
-    are resident, however many there are.
-    """
+    are resident, however many there are."""
     tier = TierLink("host", rate, rate)
     for n in (10, 40):
         made = PUBLISHED["vdnn_all"](chain(n), 10**6, tier)
         assert made.peak_bytes <= 1 + 3 * 10 + 2 + 1
         assert made.seconds == pytest.approx((2 * n + 1) * seconds, abs=4 * seconds)
     assert not [s for s in PUBLISHED["vdnn_conv"](chain(10), 10**6, tier).steps if s.do is Do.OFFLOAD], "no convolution"
-
-
-# ---- FlashNeuron
 
 
 def test_flashneuron_offloads_in_order_and_no_longer_than_forward_takes() -> None:
@@ -138,13 +116,9 @@ def test_flashneuron_offloads_in_order_and_no_longer_than_forward_takes() -> Non
     assert not refused.feasible and 100 < refused.least_bytes <= 130
 
 
-# ---- SwapAdvisor
-
-
 def test_swapadvisor_is_beladys_choice() -> None:
     """Backward reads in reverse, so the tensor made first is used last: for n layers and room for m, the first n - m
-    are evicted.
-    """
+    are evicted."""
     trace, tier = chain(20), TierLink("host", 1000.0, 1000.0)
     made = PUBLISHED["swapadvisor"](trace, 1 + 12 * 10 + 2, tier)
     gone = [s.target for s in made.steps if s.do is Do.OFFLOAD]
@@ -152,15 +126,11 @@ def test_swapadvisor_is_beladys_choice() -> None:
     assert [s.target for s in made.steps if s.do is Do.RELOAD] == list(range(8, 0, -1))
 
 
-# ---- AutoTM
-
-
 @pytest.mark.parametrize("rate", [3.0, 10.0, 30.0])
 @pytest.mark.parametrize("room", [6, 4])
 def test_autotm_is_near_the_best_of_all_choices(rate: float, room: int) -> None:
     """Seven layers of which so many fit, and each subset of absent ones. Its program has the link's time by moments
-    only, so it is the optimum if only the link counts, and a quarter slower elsewhere.
-    """
+    only, so it is the optimum if only the link counts, and a quarter slower elsewhere."""
     trace, tier = chain(7), TierLink("host", rate, rate)
     budget = 1 + 10 * room + 2
     events = [Step(Do.COMPUTE, k) for k in range(len(trace.ops))]
@@ -178,9 +148,6 @@ def test_autotm_is_near_the_best_of_all_choices(rate: float, room: int) -> None:
     made = PUBLISHED["autotm"](trace, budget, tier)
     best = min(run.seconds for run in tried if run.feasible)
     assert made.feasible and best * (1 - 1e-9) <= made.seconds <= best * (1.0 + 1e-9 if rate < 10 else 1.25 + 1e-9)
-
-
-# ---- SuperNeurons
 
 
 def convolutions(n: int) -> Trace:
@@ -228,9 +195,6 @@ def test_a_large_segment_is_made_again_for_each_op_that_reads_it(last: int, agai
     names = [trace.ops[s.target].name for s in steps if s.do is Do.RECOMPUTE]
     assert {name: names.count(name) for name in names} == again
     assert replay(trace, steps, 10**6).valid
-
-
-# ---- TSPLIT
 
 
 def three_ways() -> Trace:

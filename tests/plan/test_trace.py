@@ -1,16 +1,20 @@
-"""Traces, and the reader of operator logs, against the judge's own figures."""
-
-from __future__ import annotations
+"""Traces: the reader of operator logs against the judge's own figures, the trace file, whole frames, disturbed times."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from memmgr.policies.trace import HELD, OpKind, TraceBuilder, TraceError
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceBuilder, TraceError
+from memmgr.policies.trace.frames import in_frames
+from memmgr.policies.trace.smooth import LEAST_ALIKE, smoothed
+from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .operator_logs import NAMES, SHARED, log, needs_logs
+from .passes import layers
+from .synthetic import network
 
 
 def lines(*records: dict[str, object]) -> list[str]:
@@ -103,9 +107,168 @@ def test_bad_lines_are_named(bad: list[str], says: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", None])
-def test_bad_files_are_named(content: bytes | None, tmp_path: Path) -> None:
+def test_bad_logs_are_named(content: bytes | None, tmp_path: Path) -> None:
     file = tmp_path / "x.log"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(TraceError, match=r"x\.log"):
         read_dtr_log(file)
+
+
+def sample() -> Trace:
+    trace = parse_dtr_log(json.dumps(line) for line in network(4, depth=4).lines)
+    storages = list(trace.storages)
+    storages[3] = replace(storages[3], pinned_until=12)
+    storages[4] = replace(storages[4], pinned_until=HELD)
+    links = (TierLink("host", 1e9, 2e9, 1e-4), TierLink("disk", 1e8, 1e8, capacity_bytes=10**12))
+    return replace(trace, storages=tuple(storages), device="cpu", links=links, copy_on_write=False)
+
+
+@pytest.mark.parametrize("name", ["pass.trace", "pass.trace.gz"])
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    trace = sample()
+    write_trace(tmp_path / name, trace)
+    again = read_trace(tmp_path / name)
+    assert again == trace
+    assert (again.unmanaged_peak, again.seconds) == (trace.unmanaged_peak, trace.seconds)
+
+
+def test_every_cut_is_noticed(tmp_path: Path) -> None:
+    write_trace(tmp_path / "x", sample())
+    lines = (tmp_path / "x").read_text().splitlines(keepends=True)
+    for keep in range(len(lines)):
+        (tmp_path / "cut").write_text("".join(lines[:keep]))
+        with pytest.raises(TraceError, match="empty" if keep == 0 else f"cut short: no end after line {keep}"):
+            read_trace(tmp_path / "cut")
+    (tmp_path / "cut").write_text("".join(lines)[:-5])
+    with pytest.raises(TraceError, match=f"line {len(lines)} is not a JSON object"):
+        read_trace(tmp_path / "cut")
+
+
+def test_a_compressed_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
+    write_trace(tmp_path / "x.gz", sample())
+    whole = (tmp_path / "x.gz").read_bytes()
+    for part in (whole[: len(whole) // 2], whole[:-3], b"not gzip"):
+        (tmp_path / "cut.gz").write_bytes(part)
+        with pytest.raises(TraceError, match=r"cut\.gz"):
+            read_trace(tmp_path / "cut.gz")
+
+
+HEAD = '{"memmgr_trace":2,"device":"","links":[],"copy_on_write":true}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (['{"something":1}'], "not a trace file"),
+        (['{"memmgr_trace":99}'], "version 99; this memmgr reads version 2"),
+        (
+            [HEAD.replace(":2", ":1"), '{"op":"f","s":1,"uses":[0]}', '{"end":1}'],
+            "version 1; this memmgr reads version 2",
+        ),
+        ([HEAD, "[]"], "line 2 is not a JSON object"),
+        ([HEAD, "[" * 100_000], "line 2 is not a JSON object"),
+        ([HEAD, '{"op":"f"}'], "line 2: no 's'"),
+        ([HEAD, '{"op":"f","s":1,"out":[["a",-1]]}'], "line 2: a has -1 bytes"),
+        ([HEAD, '{"op":"f","s":1,"kind":77}'], "line 2: 77"),
+        ([HEAD, '{"free":[5]}'], "line 2"),
+        ([HEAD, '{"op":"f","s":1,"in":[0]}', '{"end":1}'], "reads storage 0, which nothing has made"),
+        ([HEAD, '{"end":3}'], "3 ops announced, 0 found"),
+        ([HEAD, '{"end":0}', "{}"], "more after the end"),
+    ],
+)
+def test_bad_files_are_named(lines: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("\n".join(lines) + "\n")
+    with pytest.raises(TraceError, match=f"bad: .*{says}"):
+        read_trace(tmp_path / "bad")
+
+
+def test_missing_and_binary_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
+    for name in ("binary", "missing"):
+        with pytest.raises(TraceError, match=name):
+            read_trace(tmp_path / name)
+
+
+LINK = TierLink("host", 100.0, 50.0, capacity_bytes=1000, cpu_seconds_per_byte=0.5)
+
+
+def test_storages_of_a_frame_or_more_fill_whole_frames() -> None:
+    trace = replace(layers(3), links=(LINK,))
+    size = max(s.size_bytes for s in trace.storages)
+    frame = size // 2 + 1  # the largest are two frames, smaller ones a frame or less than one
+    grown, factor = in_frames(trace, frame)
+    for before, after in zip(trace.storages, grown.storages, strict=True):
+        whole = -(-before.size_bytes // frame) * frame
+        assert after.size_bytes == (whole if before.size_bytes >= frame else before.size_bytes)
+    assert factor == sum(s.size_bytes for s in grown.storages) / sum(s.size_bytes for s in trace.storages) > 1
+    assert (grown.ops, grown.cycle) == (trace.ops, trace.cycle)
+
+
+def test_a_copy_takes_the_time_of_its_bytes_without_the_rest_of_the_frame() -> None:
+    grown, factor = in_frames(replace(layers(3), links=(LINK,)), 1 << 20)
+    assert factor == 1.0  # nothing fills a frame
+    grown, factor = in_frames(replace(layers(3), links=(LINK,)), 4)
+    assert factor > 1.1
+    (link,) = grown.links
+    assert link.write_bytes_per_second == pytest.approx(100.0 * factor)
+    assert link.read_bytes_per_second == pytest.approx(50.0 * factor)
+    assert link.cpu_seconds_per_byte == pytest.approx(0.5 / factor)
+    assert link.capacity_bytes == int(1000 * factor)
+
+
+def test_constants_fill_no_frames_where_none_can_leave() -> None:
+    trace = layers(3)
+    (constant,) = next(op.outputs for op in trace.ops if op.kind is OpKind.CONSTANT)
+    trace = replace(trace, storages=tuple(replace(s, size_bytes=10) for s in trace.storages))
+    sizes = [s.size_bytes for s in in_frames(trace, 8)[0].storages]
+    assert sizes == [10 if number == constant else 16 for number in range(len(sizes))]
+    assert {s.size_bytes for s in in_frames(replace(trace, links=(LINK,)), 8)[0].storages} == {16}
+
+
+def test_versions_of_a_constant_fill_no_frames_either() -> None:
+    builder = TraceBuilder()
+    builder.constant("w", 10)
+    builder.call("read", 1.0, ["w"], [("x", 10, -1)])
+    builder.mutate("write", 1.0, ["w", "x"], [0])
+    trace = builder.build().check()
+    sizes = {s.name: s.size_bytes for s in in_frames(trace, 8)[0].storages}
+    assert sorted(sizes.values()) == [10, 10, 16], sizes
+
+
+def test_without_frames_a_pass_stays_as_it_is() -> None:
+    trace = layers(2)
+    assert in_frames(trace, 0) == (trace, 1.0)
+
+
+def like_ops(seconds: list[float], size: int = 100) -> Trace:
+    """A chain of ops of one kind that take `seconds`, and one that is alone."""
+    ops = [Op("constant", 0.0, (), (0,), OpKind.CONSTANT)]
+    storages = [Storage("c.x", size, 0)]
+    for k, takes in enumerate(seconds):
+        ops.append(Op("layer", takes, (k,), (k + 1,)))
+        storages.append(Storage(f"{k + 1}.0", size, k + 1))
+    ops.append(Op("layer", 9.0, (len(seconds),), (len(seconds) + 1,)))
+    storages.append(Storage(f"{len(seconds) + 1}.0", size + 1, len(seconds) + 1))
+    ops.append(Op("(between ops)", 5.0, (), (), OpKind.VIEW))
+    return Trace(tuple(ops), tuple(storages)).check()
+
+
+def test_ops_that_look_alike_take_their_median() -> None:
+    trace = like_ops([1.0, 1.0, 7.0, 1.1])
+    even = smoothed(trace)
+    assert [op.seconds for op in even.ops] == [0.0, 1.05, 1.05, 1.05, 1.05, 9.0, 5.0]
+    assert [replace(op, seconds=0.0) for op in even.ops] == [replace(op, seconds=0.0) for op in trace.ops]
+    assert even.storages == trace.storages
+    assert trace.ops[3].seconds == 7.0
+
+
+def test_few_say_nothing() -> None:
+    times = [1.0, 7.0, 2.0][: LEAST_ALIKE - 1]
+    assert smoothed(like_ops(times)) == like_ops(times)
+
+
+def test_forward_and_backward_are_told_apart() -> None:
+    trace = like_ops([1.0, 1.0, 1.0, 3.0, 3.0, 3.0])
+    even = smoothed(replace(trace, backward_at=4))
+    assert [op.seconds for op in even.ops[1:7]] == [1.0] * 3 + [3.0] * 3

@@ -1,7 +1,5 @@
 """Which measured periods get a plan, and which get another one: by the pager's records, without a pager."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which blocks leave: those whose copies have time between their last change and the moment at which memory is short."""
 
-from __future__ import annotations
-
 import pytest
 
 from memmgr.policies.plan.paging import Paged, paged

@@ -1,7 +1,5 @@
 """The meter of CUDA's allocator by ctypes."""
 
-from __future__ import annotations
-
 import ctypes as c
 import functools
 import hashlib
@@ -10,27 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from driver import build
+from driver.device_abi import core_abi
 
 ROWS = ("all", "small", "large")
 VISIT = c.CFUNCTYPE(None, *[c.c_uint64] * 7, c.c_int)
-_P = c.c_void_p
-_SIGNATURES = {
-    "meter_new": (_P, [_P, c.c_uint64]),
-    "meter_delete": (None, [_P]),
-    "meter_allocated": (None, [_P, _P, c.c_size_t]),
-    "meter_freed": (None, [_P, _P]),
-    "meter_failed": (None, [_P]),
-    "meter_retried": (None, [_P]),
-    "meter_reset_peaks": (None, [_P]),
-    "meter_reset_sums": (None, [_P]),
-    "meter_set_budget": (None, [_P, c.c_uint64]),
-    "meter_set_fraction": (None, [_P, c.c_double]),
-    "meter_fraction": (c.c_double, [_P]),
-    "meter_total": (c.c_uint64, [_P]),
-    "meter_live": (c.c_int64, [_P]),
-    "meter_read": (c.c_size_t, [_P, c.POINTER(c.c_int64), c.c_size_t]),
-    "meter_walk": (None, [_P, VISIT]),
-}
 COUNT = ("current", "peak", "allocated", "freed")
 
 
@@ -43,9 +24,8 @@ def library(core: Path) -> c.CDLL:
     path = build.build("meter", sources, [f"-I{folder}", f"-DHEADER=0x{digest}", "-Wl,--no-as-needed", str(core)])
     # Its calls go to the core that it was linked with, whichever other one this process has loaded.
     loaded = c.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+    core_abi.typed(loaded, Path(__file__).with_name("meter_abi.cpp").read_text().replace("VISIBLE ", ""))
+    loaded.meter_walk.argtypes = [c.c_void_p, VISIT]
     return loaded
 
 

@@ -1,7 +1,5 @@
 """Programs for a CUDA build of torch on the double (test_with_cuda_torch.py): `python programs.py NAME`; prints JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -17,8 +15,7 @@ MIB = 1 << 20
 
 def _step(torch: Any) -> None:
     """40 saved tensors of 4 MiB each. Kernels do nothing here, so every value is the memory's former content, the
-    double's own: no zeros are written that a recomputation would replace by other values.
-    """
+    double's own: no zeros are written that a recomputation would replace by other values."""
     x = torch.empty(MIB, device="cuda", requires_grad=True)
     y = x
     for _ in range(20):
@@ -166,8 +163,7 @@ def environment() -> dict[str, Any]:
 
 def workspace(library: str, limit: str) -> list[int]:
     """Workspace that cudnn is offered: without a budget, in an empty one, in a full one, and when the device is nearly
-    full.
-    """
+    full."""
     import torch
 
     import memmgr
@@ -267,8 +263,7 @@ def threads(limit: str, first: str) -> dict[str, Any]:
 
 def draws(limit: str) -> dict[str, Any]:
     """Ops that draw from the device's generator are run again: dropout, and attention, which takes no generator of its
-    own. Then an earlier kernel has failed.
-    """
+    own. Then an earlier kernel has failed."""
     import torch
 
     import memmgr
@@ -402,11 +397,7 @@ def compiled() -> dict[str, Any]:
         step()
         free = [step(), step()]
     stats = opened.stats()
-    return {
-        "plain": plain,
-        "free": free,
-        **{name: stats[name] for name in ("trials", "escaped_bytes", "floor_bytes")},
-    }
+    return {"plain": plain, "free": free, **{name: stats[name] for name in ("trials", "escaped_bytes", "floor_bytes")}}
 
 
 def _figures(stats: dict[str, Any]) -> dict[str, Any]:
@@ -416,8 +407,7 @@ def _figures(stats: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_kernels() -> None:
     """The driver refuses the core's kernels. Torch's own do nothing here, so a determinism check that fills the memory of its
-    second run would find the fill there.
-    """
+    second run would find the fill there."""
     ctypes.CDLL(os.environ["MEMMGR_DRIVER"]).fake_fail_next(b"cuModuleLoadData", 0, 222)
 
 

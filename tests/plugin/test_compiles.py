@@ -1,7 +1,5 @@
 """The sources that include torch's headers compile against the installed torch; nothing is linked."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
@@ -35,8 +33,7 @@ def test_the_allocator_compiles_without_a_warning(checker: Any) -> None:
 
 def test_a_question_that_is_not_answered_would_be_noticed(checker: Any) -> None:
     """The class is instantiated, so a function that torch declares and we leave out is an error, not a surprise on a
-    GPU.
-    """
+    GPU."""
     text = (ROOT / "allocator" / "cuda" / "plugin.cpp").read_text()
     assert "void emptyCache" in text
     changed = ROOT / "build" / "tests" / "left_out.cpp"

@@ -1,7 +1,6 @@
 """On a GPU: the three orders of importing, and queries of scripts. Each program is a process (gpu_training.py,
 tools/gpu/answers.py)."""
 
-from __future__ import annotations
 
 import functools
 import json
@@ -19,10 +18,7 @@ from memmgr.tools.gpu import answers
 PAGE = 2 << 20
 TRAINING = Path(__file__).with_name("gpu_training.py")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def _probe(program: object, *words: str, **variables: str) -> Any:

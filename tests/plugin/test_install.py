@@ -1,7 +1,5 @@
 """When CUDA's allocator is put in place, and why not: the order of imports, on a torch without CUDA and with a faked one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -174,9 +172,6 @@ def test_nvml_says_whether_there_is_a_device(monkeypatch: pytest.MonkeyPatch, co
     assert not allocator._has_device()
 
 
-# ---- headers ---------------------------------------------------------------------------------------------------------
-
-
 def _headers(folder: Path, release: int, whole: bool = True) -> Path:
     (folder / "crt").mkdir(parents=True)
     (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {release}\n")
@@ -218,9 +213,6 @@ def test_the_sources_travel_with_the_package() -> None:
     sources = package_sources("cuda", "plugin.cpp")
     assert (include_folder(sources) / "memmgr" / "plugin.h").is_file()
 
-
-# ---- callers: torch for its entry point, or the script
-# ----------------------------------------------------------------
 
 ASKED = "import memmgr; print('asked' if 'memmgr.native.cuda' in sys.modules else 'not asked')"
 WITH_CUDA = "torch.version.cuda = '13.0'; torch.backends.cuda.is_built = lambda: True; "

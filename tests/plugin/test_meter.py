@@ -1,7 +1,5 @@
 """The figures of torch.cuda's memory functions, and the limits: on the double of the driver, against a model in Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Tensors, streams, autograd's device thread and copies are real; kernels do nothing, so values are not looked at.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -140,8 +138,7 @@ def test_how_full_it_is_picks_no_kernels() -> None:
 @pytest.mark.parametrize("policy", ["auto", "offload"])
 def test_torchs_own_allocator_keeps_a_budget(policy: str, mode: str) -> None:
     """CUDA was used before the import. torch's reserved memory, not only its allocated blocks, stays in the budget. Not
-    with expandable segments: torch's own calls of the driver end in the double, with memmgr or without.
-    """
+    with expandable segments: torch's own calls of the driver end in the double, with memmgr or without."""
     limit = 80 * MIB
     found = _run("late", str(limit), policy, FAKE_DRIVER_MODE=mode)
     assert found["backend"] == "native"

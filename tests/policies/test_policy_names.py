@@ -1,7 +1,5 @@
 """Prefetchers and names."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -26,8 +24,6 @@ from memmgr.policies.rules.prefetchers import Bandwidth, Fifo
 from memmgr.policies.rules.registry import STREAMING, SWAPPING
 
 LINK = Link(1e9, 1e9)
-
-# -- prefetchers -----------------------------------------------------------------------------------------------------
 
 SIZES = st.lists(st.integers(0, 10**6), max_size=60)
 
@@ -89,9 +85,6 @@ def test_fifo_is_delta_s_five_and_asking_twice_does_not_run_ahead() -> None:
 def test_bad_upcoming(size: list[int], distance: list[int]) -> None:
     with pytest.raises(ValueError):
         Upcoming.build(size, distance)
-
-
-# -- names -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_combination_has_a_name() -> None:

@@ -5,23 +5,13 @@ link writes and reads in the background, in order. Copies cost compute `cpu` sec
 before.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from memmgr.policies import (
-    Action,
-    Candidates,
-    Link,
-    Policy,
-    Upcoming,
-    parse_policy,
-    rank,
-)
+from memmgr.policies import Action, Candidates, Link, Policy, Upcoming, parse_policy, rank
 
 
 @dataclass
@@ -187,8 +177,7 @@ class Run:
 
     def after_turn(self) -> np.ndarray:
         """Seconds of backward, at twice forward's pace, before each cell so far is used: the cell saved last comes
-        first.
-        """
+        first."""
         cost = self.model.cost[: self.step]
         return 2.0 * (cost[::-1].cumsum()[::-1] - cost)
 

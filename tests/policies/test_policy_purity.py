@@ -1,8 +1,6 @@
 """policies/ imports only the standard library, numpy, scipy (where it is needed: it is an extra) and itself, touches no clock,
 file or hidden dice, and its folders import one another in one direction."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator
@@ -70,9 +68,6 @@ def test_there_is_something_to_check() -> None:
     assert {"types.py", "rank.py", "directors.py", "filters.py"} <= {
         p.name for p in SOURCES if p.parent.name == "rules"
     }
-
-
-# ---- which folder imports which
 
 
 def imported(source: Path) -> Iterator[tuple[int, str]]:

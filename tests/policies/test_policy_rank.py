@@ -1,7 +1,5 @@
 """Filters, rank and directors, against properties and against slow, obvious references."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -77,9 +75,6 @@ LINKS = st.builds(
 LINK = Link(1e9, 1e9)
 
 
-# -- filters ---------------------------------------------------------------------------------------------------------
-
-
 def score(name: str, **columns: object) -> np.ndarray:
     return FILTERS[name](Candidates.build(**columns))  # type: ignore[arg-type]
 
@@ -129,7 +124,6 @@ def test_price_is_cost_on_a_slow_link_and_bytes_on_a_fast_one() -> None:
     assert fast[0] == fast[1] > 0
 
 
-# -- rank ------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -215,9 +209,6 @@ def test_a_long_search_past_what_the_director_keeps() -> None:
 def test_bad_columns_are_refused(column: str, value: object) -> None:
     with pytest.raises(ValueError, match=column):
         Candidates.build([1, 2, 3], **{column: value})  # type: ignore[arg-type]
-
-
-# -- directors -------------------------------------------------------------------------------------------------------
 
 
 def by_hand_auto(c: Candidates, order: list[int], link: Link, urgent: int, bias: float) -> list[int]:
@@ -323,10 +314,7 @@ def test_units_scaling_bytes_and_bandwidth_or_all_times_changes_nothing(
         due_seconds=tuple(s * k for s in link.due_seconds),
     )
     longer = replace(
-        c,
-        cost_seconds=c.cost_seconds * k,
-        chain_seconds=c.chain_seconds * k,
-        seconds_until_use=c.seconds_until_use * k,
+        c, cost_seconds=c.cost_seconds * k, chain_seconds=c.chain_seconds * k, seconds_until_use=c.seconds_until_use * k
     )
     assert DIRECTORS[d](longer, order, slower, urgent).tolist() == want
 

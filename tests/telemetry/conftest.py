@@ -1,7 +1,5 @@
 """Each test has a runtime folder of its own, so that it sees no other process's sockets."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

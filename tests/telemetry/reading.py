@@ -1,7 +1,5 @@
 """A training step to watch, and a reader."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -98,7 +96,7 @@ class Watching:
     def close(self) -> None:
         self.socket.close()
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> "Watching":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,7 +1,5 @@
 """The socket and the log: made and removed when they should be, private, and never in the run's way."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,11 +18,12 @@ from typing import Any
 import forkserver
 import pytest
 import torch
-from exactness.harness import Record, assert_left_clean, assert_same, global_state, reference
+from exactness.harness import Record, assert_left_clean, assert_same, global_state, reference, unmanaged
 
 import memmgr
+from memmgr.api import budget as budgets
 from memmgr.telemetry import stream
-from memmgr.telemetry.consumers import log_path
+from memmgr.telemetry.consumers import Log, log_path
 from memmgr.tools.view.last_error import explain
 
 from .reading import LIMIT, Net, Watching, manager, training, unpaced, wait_until
@@ -51,15 +50,6 @@ def child(body: str, **environment: str) -> subprocess.Popen[str]:
     return process
 
 
-def finish(process: subprocess.Popen[str]) -> int:
-    out, _ = process.communicate(timeout=60)
-    del out
-    return process.returncode
-
-
-# -- the address --
-
-
 def test_the_address_is_private_and_goes_with_the_budget(runtime: Path) -> None:
     before = global_state()
     with memmgr.budget(LIMIT, quiet=True):
@@ -70,6 +60,12 @@ def test_the_address_is_private_and_goes_with_the_budget(runtime: Path) -> None:
         training()()
     assert list(runtime.iterdir()) == [] and stream.processes() == []
     assert_left_clean(before)
+
+
+def no_hooks() -> None:
+    modules = torch.nn.modules.module
+    assert not modules._global_forward_hooks and not modules._global_forward_pre_hooks
+    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 
 
 def test_leaving_with_readers_and_a_log_leaves_nothing(runtime: Path, tmp_path: Path) -> None:
@@ -85,9 +81,7 @@ def test_leaving_with_readers_and_a_log_leaves_nothing(runtime: Path, tmp_path: 
     watching.close()
     assert list(runtime.iterdir()) == []
     assert_left_clean(before)
-    modules = torch.nn.modules.module
-    assert not modules._global_forward_hooks and not modules._global_forward_pre_hooks
-    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    no_hooks()
     assert not [line for line in os.listdir("/proc/self/fd") if _target(line).endswith("run.jsonl")]
 
 
@@ -108,8 +102,7 @@ def test_hooks_that_name_modules_end_with_the_budget(
                 raise KeyError
     except KeyError:
         pass
-    assert not modules._global_forward_hooks and not modules._global_forward_pre_hooks
-    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    no_hooks()
 
 
 def _target(fd: str) -> str:
@@ -156,13 +149,18 @@ def test_without_a_runtime_folder_the_temporary_one(monkeypatch: pytest.MonkeyPa
     assert list(deep.iterdir()) == []
 
 
-def test_stale_sockets_are_removed_and_busy_ones_are_not(runtime: Path) -> None:
-    folder = stream.private_folder()
-    gone = subprocess.Popen([sys.executable, "-c", ""])
+def killed(*more: str) -> Path:
+    """The folder, with sockets of a process that has ended, and more."""
+    folder, gone = stream.private_folder(), subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    for name in (f"{gone.pid}.sock", f"{gone.pid}.new", f"{os.getpid()}.sock"):  # the last: of an earlier process
+    for name in (f"{gone.pid}.sock", f"{gone.pid}.new", *more):
         with socket.socket(socket.AF_UNIX) as left:
             left.bind(str(folder / name))
+    return folder
+
+
+def test_stale_sockets_are_removed_and_busy_ones_are_not(runtime: Path) -> None:
+    folder = killed(f"{os.getpid()}.sock")  # of an earlier process
     (folder / "notes.txt").touch()
     busy = socket.socket(socket.AF_UNIX)
     busy.bind(str(folder / "77.sock"))
@@ -181,12 +179,7 @@ def test_stale_sockets_are_removed_and_busy_ones_are_not(runtime: Path) -> None:
 
 
 def test_the_next_budget_removes_what_a_killed_process_left(runtime: Path) -> None:
-    folder = stream.private_folder()
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    for name in (f"{gone.pid}.sock", f"{gone.pid}.new"):
-        with socket.socket(socket.AF_UNIX) as left:
-            left.bind(str(folder / name))
+    folder = killed()
     with socket.socket(socket.AF_UNIX) as elsewhere:  # a process that is not seen from here, in another container
         elsewhere.bind(str(folder / f"{2**22 + 1}.sock"))
         elsewhere.listen()
@@ -198,7 +191,7 @@ def test_a_killed_process_leaves_an_address_that_the_next_look_removes(runtime: 
     process = child("time.sleep(60)")
     assert stream.processes() == [process.pid]
     process.send_signal(signal.SIGKILL)
-    finish(process)
+    process.communicate(timeout=60)
     assert (runtime / "memmgr" / f"{process.pid}.sock").exists()
     with pytest.raises(stream.Unreachable, match="there is no process"):
         stream.connect(process.pid)
@@ -222,9 +215,6 @@ def test_who_cannot_be_reached_is_told_why() -> None:
         stream.connect(os.getpid())
 
 
-# -- forks --
-
-
 def test_a_forked_child_neither_serves_nor_unlinks(runtime: Path, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     with memmgr.budget(LIMIT, quiet=True, log=log), Watching(interval_seconds=0.02) as watching:
@@ -243,7 +233,7 @@ def test_a_forked_child_neither_serves_nor_unlinks(runtime: Path, tmp_path: Path
                 logs = [fd for fd in os.listdir("/proc/self/fd") if _target(fd).endswith("run.jsonl")]
                 telemetry = [t.name for t in threading.enumerate() if t.name == "memmgr-telemetry"]
                 hooks = torch.nn.modules.module._global_forward_hooks
-                ours = manager_or_none() is None and not logs and not telemetry and not hooks
+                ours = budgets.current() is None and not logs and not telemetry and not hooks
                 code = 0 if ours and len(sockets) < mine and reader in sockets else 2
             finally:
                 os._exit(code)
@@ -254,12 +244,6 @@ def test_a_forked_child_neither_serves_nor_unlinks(runtime: Path, tmp_path: Path
         assert stream.processes() == [os.getpid()]
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["type"] == "end" and [line["type"] for line in lines].count("hello") == 1
-
-
-def manager_or_none() -> Any:
-    from memmgr.api import budget as budgets
-
-    return budgets.current()
 
 
 def test_a_forked_child_that_exits_in_the_ordinary_way(runtime: Path) -> None:
@@ -273,9 +257,6 @@ def test_a_forked_child_that_exits_in_the_ordinary_way(runtime: Path) -> None:
         assert watching.next("hello")["pid"] == process.pid
     process.communicate("\n", timeout=60)
     assert process.returncode == 0 and list(runtime.iterdir()) == []
-
-
-# -- the log --
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -329,8 +310,6 @@ def test_the_log_has_the_cells_of_its_highest_moment(tmp_path: Path) -> None:
 
 
 def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
-    from memmgr.telemetry.consumers import Log
-
     log = Log(tmp_path / "run.jsonl")
     written = 0
     for i in range(10_000):
@@ -359,8 +338,6 @@ def test_the_log_of_passes_that_all_differ_says_why_they_have_no_plan(
 
 
 def test_the_first_samples_of_a_log_follow_the_passes(tmp_path: Path) -> None:
-    from memmgr.telemetry.consumers import Log
-
     log = Log(tmp_path / "run.jsonl")
     intervals = []
     for i in range(Log.HURRIED + 2):
@@ -438,9 +415,6 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
             step()
 
 
-# -- background errors are reported once --
-
-
 def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(telemetry: Any, wanting: Any) -> None:
         raise KeyError("lost")
@@ -464,7 +438,7 @@ def test_what_is_told_at_the_end_may_be_an_error_there(runtime: Path) -> None:
         warnings.simplefilter("error")
         with memmgr.budget(LIMIT, log="/dev/full", quiet=True):
             training()()
-    assert list(runtime.iterdir()) == [] and manager_or_none() is None
+    assert list(runtime.iterdir()) == [] and budgets.current() is None
     assert_left_clean(before)
     with memmgr.budget(LIMIT, quiet=True) as mm:
         training()()
@@ -472,8 +446,6 @@ def test_what_is_told_at_the_end_may_be_an_error_there(runtime: Path) -> None:
 
 
 def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
-    from memmgr.telemetry.consumers import Log
-
     log = Log(tmp_path / "run.jsonl")
     hours = 24 * 3600.0
     samples, elapsed = 0, 0.0
@@ -483,9 +455,6 @@ def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
         elapsed += log.interval_seconds
     log.close()
     assert 5_000 < samples < 20_000
-
-
-# -- cost for the run: none that can be measured --
 
 
 def _switches(name: str) -> int:
@@ -559,17 +528,9 @@ def _train(seed: int, scope: Callable[[], Any], between: Callable[[int], None]) 
 @pytest.mark.parametrize("policy", ["auto", pytest.param("torture", marks=pytest.mark.slow)])  # readers only look
 def test_attaching_ten_times_changes_no_bit(policy: str) -> None:
     want = reference(_plain)
-    torch.manual_seed(0)
-    with_readers = _seeded(lambda: _attached(0, lambda: memmgr.budget(LIMIT, policy=policy, quiet=True)))
+    with_readers = unmanaged(lambda seed, _: _attached(seed, lambda: memmgr.budget(LIMIT, policy=policy, quiet=True)))
     assert_same(want, with_readers, f"{policy} with readers coming and going")
     wait_until(lambda: not any(t.name == "memmgr-telemetry" for t in threading.enumerate()))
-
-
-def _seeded(run: Callable[[], Record]) -> Record:
-    from exactness.harness import _reset
-
-    _reset(0)
-    return run()
 
 
 SPAWNED = """

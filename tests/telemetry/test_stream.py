@@ -1,7 +1,5 @@
 """The stream as a reader sees it (docs/telemetry.md)."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -222,9 +220,6 @@ def test_only_so_many_readers() -> None:
             next_one.next("hello")
         for reader in readers:
             reader.close()
-
-
-# -- slow and dead readers --
 
 
 def test_a_reader_that_does_not_read_loses_lines_and_is_told() -> None:

@@ -264,7 +264,7 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.
 
 @pytest.mark.slow  # three interpreters import torch; job/test_launch.py starts an unmodified script by torchrun
 def test_under_torchrun(folder: Path, plain_bits: str) -> None:
-    """Two processes; their communication is tested in tests/exactness/test_distributed.py."""
+    """Two processes; their communication is tested in tests/job/test_matrix.py."""
     words = ["-m", "memmgr.tools.cli", "run", "--budget", "9MB", "--write-log", "run.jsonl", "train.py"]
     with one_launcher():
         done = python(*LAUNCH, *words, cwd=folder)

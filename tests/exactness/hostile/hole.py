@@ -5,8 +5,6 @@ called for nine steps of plain SGD on one parameter; ``s`` keeps state from step
 it stays closed for the first four steps (``s.bad`` is false), so that its ops have earned trust (rule 8) before it opens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The suites, the origin of their tests and their requirements."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 
@@ -40,7 +38,6 @@ _DATASETS = "diffusers datasets pyarrow pandas python-dateutil pytz tzdata six d
 
 _ALL = (
     Suite("op_db", "torch: `op_db`, `hop_db`, `autograd_function_db`, every dtype", ("suites/op_db.py",), small=1),
-    Suite("module_db", "torch: `module_db`", ("suites/module_db.py",), small=1),
     Suite("optim_db", "torch: `optim_db`", ("suites/optim_db.py",), small=1),
     Suite(
         "distributed",

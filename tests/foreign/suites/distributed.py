@@ -4,8 +4,6 @@ A rank is a forked process, in which the test runs in a budget of its own. It wr
 adds to the test's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

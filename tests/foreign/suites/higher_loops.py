@@ -1,7 +1,5 @@
 """higher: gradients through inner loops, for each optimizer that it can differentiate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import higher

@@ -5,8 +5,6 @@ without a derivative, forward mode, higher-order ops (`hop_db`) and custom funct
 operator in one dtype: the samples forward, with the gradients that it has, written to `out=`, and in forward mode.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from itertools import islice

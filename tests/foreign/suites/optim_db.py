@@ -4,8 +4,6 @@ A test trains a few parameters of several shapes, loads the state into a second 
 Every parameter and every state after each step is compared. Settings that an optimizer refuses are refused alike.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """timm: a step of training, an evaluation and a saved state for one small model of each of its families."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchdiffeq: every solver, forward and backward through its steps, by the adjoint, and with events."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

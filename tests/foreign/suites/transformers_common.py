@@ -3,8 +3,6 @@
 The sources have no tests of single models, so the testers are here: a configuration of two layers and inputs for it.
 """
 
-from __future__ import annotations
-
 import sys
 import unittest
 from types import ModuleType

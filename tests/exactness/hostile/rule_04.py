@@ -1,6 +1,4 @@
-"""Writes (rule 4)."""
-
-from __future__ import annotations
+"""Writes; storages that are emptied, resized, swapped; errors of writes in place stay errors (rule 4)."""
 
 import ctypes
 import warnings
@@ -12,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from exactness import cases
 from exactness.harness import Record, Scope
 
-from .hole import HOLES, WIDTH, Hole, drive, hole, some, whole
+from .hole import HOLES, WIDTH, Hole, drive, error, hole, some, whole
 
 
 @hole
@@ -247,3 +246,161 @@ def raw_pointer_kept_from_an_earlier_step(step: int, w: nn.Parameter, s: SimpleN
             s.view[7:77] = [2.0] * 70
 
     return h.sum(), between
+
+
+@hole
+def root_emptied_and_refilled_as_fsdp_does(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """A gathered parameter is freed after its forward and filled again when its gradient is due."""
+    first = (w.detach() * 1.5).requires_grad_()
+    second = (w.detach() * 0.5 + 0.1).requires_grad_()
+    kept = {p: p.detach().clone() for p in (first, second)}
+
+    def empty(p: torch.Tensor) -> None:
+        p.untyped_storage().resize_(0)
+
+    def refill(p: torch.Tensor) -> None:
+        if p.untyped_storage().size() == 0:
+            p.untyped_storage().resize_(kept[p].nbytes)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(p):
+                p.copy_(kept[p])
+
+    h = (some() @ first).sigmoid()
+    h.register_hook(lambda g: refill(first))
+    empty(first)
+    h = (h @ second).exp().clamp(max=9)
+    h.register_hook(lambda g: refill(second))
+    empty(second)
+    h = h.sin() * (h @ w).tanh()
+    keep = [first, second]
+    return h.mean(), lambda: s.__dict__.__setitem__("keep", keep)
+
+
+@hole
+def saved_input_emptied_and_filled_with_something_else(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x = some()
+    h = (w * x).tanh() + (w + x).exp()
+
+    def between() -> None:
+        if s.bad:
+            size = x.untyped_storage().nbytes()
+            x.untyped_storage().resize_(0)
+            x.untyped_storage().resize_(size)
+            x.data.fill_(0.5)
+
+    return h.sum(), between
+
+
+@hole
+def storage_grown_after_saving(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x, y = some(), w.exp()
+    h = (w * x).tanh() * (x * 3).sigmoid() + y.sin()
+
+    def between() -> None:
+        x.untyped_storage().resize_(2 * x.untyped_storage().nbytes())
+        y.untyped_storage().resize_(3 * y.untyped_storage().nbytes())
+
+    return h.sum(), between
+
+
+@hole
+def swap_tensors_between_steps(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """``swap_tensors`` refuses tensors that somebody holds weakly: we must not be that somebody."""
+    if step == 0:
+        s.a = nn.Parameter(some())
+    fresh = nn.Parameter(some() + s.a.detach())
+    torch.utils.swap_tensors(s.a, fresh)
+    h = (w * s.a).tanh().exp()
+    return (h * (w + s.a).sigmoid()).sum()
+
+
+@hole
+def set_to_another_storage(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x, other = some(), some()
+    y = (w + x).exp().tanh()
+    x.set_(other)
+    z = (w * x).sigmoid()
+    return (y * z).sum()
+
+
+@error
+def output_of_sigmoid_written(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    y = (w * 2).sigmoid()
+    h = y.exp()
+    if s.bad:
+        y.add_(1)
+    return h.sum()
+
+
+@error
+def saved_input_written_under_no_grad(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x = some()
+    h = (w * x).tanh()
+    if s.bad:
+        with torch.no_grad():
+            x.mul_(2)
+    return h.sum()
+
+
+@error
+def saved_input_written_before_backward(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x = some()
+    return (w @ x).sigmoid().sum(), lambda: x.zero_() if s.bad else None
+
+
+@error
+def saved_tensor_written_through_a_view(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    y = w.exp()
+    loss = (y * y.sin()).sum()
+    return loss, lambda: y.detach().view(-1)[3:5].fill_(0) if s.bad else None
+
+
+@error
+def parameter_stepped_before_backward(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    h = (some().requires_grad_() @ w).tanh() @ w
+    opt = torch.optim.SGD([w], lr=0.1)
+    w.grad = torch.ones_like(w)
+    return h.sum(), opt.step if s.bad else None
+
+
+@error
+def saved_tensor_resized(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x = some()
+    return (w * x).tanh().sum(), lambda: x.resize_(2, 2) if s.bad else None
+
+
+@error
+def saved_by_a_function_and_written(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x = w.exp()
+    h = cases.SavesTemporary.apply(x)
+    if s.bad:
+        x.mul_(2)
+    return h.sum()
+
+
+@error
+def backward_twice(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    loss = (w.exp() * w.tanh()).sum()
+    if s.bad:
+        loss.backward()
+    return loss
+
+
+@error
+def inference_tensor_saved(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    with torch.inference_mode():
+        t = some()
+    return (w * (t if s.bad else t.clone())).sum()
+
+
+@error
+def wrong_shapes(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    h = w.exp().tanh()
+    return (h @ torch.randn(3 if s.bad else WIDTH, 5)).sum()
+
+
+@error
+def written_then_needed_by_a_second_backward(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    y = w.exp()
+    loss = (y * y).sum()
+    loss.backward(retain_graph=True)
+    return loss, lambda: y.detach().add_(1) if s.bad else None

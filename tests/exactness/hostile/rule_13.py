@@ -1,12 +1,9 @@
 """Holes that need a loop of their own: leaving and entering (rule 13), deep chains (rule 10)."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from exactness import cases
@@ -110,30 +107,6 @@ def exception_leaves_the_context(seed: int, scope: Scope) -> Record:
         h.square().mean().backward() if where == "forward" else None
     del h
     record.model(model)
-    record.rng()
-    return record
-
-
-@whole
-def truncated_bptt(seed: int, scope: Scope) -> Record:
-    """The hidden state goes from pass to pass: recipes must end at ``detach``, not chain through 50 passes."""
-    cell, record = nn.GRUCell(16, 32), Record()
-    opt = torch.optim.SGD(cell.parameters(), lr=0.1)
-    h = torch.zeros(32, 32)
-    with scope():
-        for _ in range(50):
-            h = h.detach()
-            loss = torch.zeros(())
-            for _ in range(4):
-                h = F.dropout(cell(torch.randn(32, 16), h), 0.1)
-                loss = loss + h.square().mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            record.losses(loss.detach())
-    record.put("h", h)
-    del loss, h
-    record.model(cell)
     record.rng()
     return record
 
