@@ -1,7 +1,6 @@
 """On a GPU: the three orders of importing, and queries of scripts. Each program is a process (gpu_training.py,
 tools/gpu/answers.py)."""
 
-
 import functools
 import json
 import os

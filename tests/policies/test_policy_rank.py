@@ -124,8 +124,6 @@ def test_price_is_cost_on_a_slow_link_and_bytes_on_a_fast_one() -> None:
     assert fast[0] == fast[1] > 0
 
 
-
-
 @settings(max_examples=300, deadline=None)
 @given(c=CANDIDATES, link=LINKS, f=st.sampled_from(sorted(FILTERS)), d=st.sampled_from(sorted(DIRECTORS)), need=SIZES)
 def test_enough_or_everything_and_nothing_that_cannot_leave(
