@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <thread>
 #include <utility>
 
 namespace memmgr {
@@ -162,7 +163,11 @@ mm_slot LadderTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
       SinkAhead();
       return -ENOSPC;
     }
-    if (!MakeRoom(&hold)) return -ENOSPC;
+    if (MakeRoom(&hold)) continue;
+    if (raising_ == 0) return -ENOSPC;
+    hold.unlock();  // another thread's read has the room, and gives it to an entry soon
+    std::this_thread::yield();
+    hold.lock();
   }
   if (host < 0) return host;
   const mm_slot id = next_++;
@@ -202,9 +207,11 @@ int LadderTier::Raise(mm_slot id, void* to, Hold* hold) {
     const mm_slot file = entry->file;
     const uint64_t bytes = entry->bytes;
     void* room = nullptr;
+    ++raising_;
     hold->unlock();  // copies of the room's former owner may be waited for
     const mm_slot host = host_->Reserve(bytes, true, &room);
     hold->lock();
+    --raising_;
     if (host >= 0) {
       entry = Find(id);
       const int error = entry != nullptr ? file_->Read(file, room, Urgency::kQueued) : -EBADF;

@@ -79,6 +79,7 @@ class LadderTier final : public Tier, private ForkAware {
   std::set<mm_slot> sinking_;  // kSinking and kBoth
   mm_slot next_ = 0;
   uint64_t used_peak_bytes_ = 0;
+  int raising_ = 0;     // threads whose read may have taken room in the host that no entry has yet
   int file_error_ = 0;  // the last write to the file failed: it is full, or broken, until something is freed there
 };
 

@@ -156,7 +156,9 @@ def test_random_programs(core, driver: FakeDriver, mode: int, tmp_path: Path) ->
     assert reads > 500 and no_room > 20
 
 
-def test_threads(core, driver: FakeDriver, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "most"), [(371, 12), (1700, 3)], ids=["many fit", "one fits"])
+def test_threads(core, driver: FakeDriver, tmp_path: Path, step: int, most: int) -> None:
+    """Where one fits, a write finds the whole host memory with another thread's read, and waits for it."""
     bench = Ladder(core, driver, THREADED, tmp_path)
 
     def train(number: int) -> None:
@@ -164,14 +166,14 @@ def test_threads(core, driver: FakeDriver, tmp_path: Path) -> None:
         stream, tier, device = driver.stream(), bench.tier, bench.device
         held: list[tuple[int, int, int]] = []
         for turn in range(120):
-            size, value = 100 + 371 * ((turn + number) % 5), (turn + 50 * number) % 256
+            size, value = 100 + step * ((turn + number) % 5), (turn + 50 * number) % 256
             block = device.alloc(size, stream)
             driver.fill(stream, block, size, value)
             slot = tier.write_now(block, size)
             device.free(block)
             assert slot >= 0
             held.append((slot, size, value))
-            if len(held) < 12:
+            if len(held) < most:
                 continue
             slot, size, value = held.pop(turn % len(held))
             block = device.alloc(size, stream)
