@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: Sequence[str]) -> int:
     from memmgr.tools.common.usage_error import UsageError
 
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     command = overview()
     if not words:
         command.print_help()

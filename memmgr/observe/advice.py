@@ -6,6 +6,7 @@ The figures themselves are in the budget's own line (`observe.summary`) or in a 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from memmgr.config.sizes import UNLIMITED, round_up, show_seconds, show_size
@@ -91,13 +92,26 @@ def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
         lines.append(
             f"+{added} of budget ({then}) would remove about 80 % of the recomputing and waiting (an estimate)"
         )
-    fixed = int(stats["fixed_bytes.peak"])
-    if fixed > 0.7 * budget:
+    fixed, exported = int(stats["fixed_bytes.peak"]), handed_out(stats, binary=binary)
+    lines += exported
+    if fixed > 0.7 * budget and not exported:
         lines.append(
-            f"{size(fixed)} of the budget are fixed (small tensors, and those whose address was handed out), so they cannot "
-            "be evicted; the escapes.* of memmgr.stats() say where the addresses went"
+            f"{size(fixed)} of the budget are fixed (small tensors, for the most part), so they cannot be evicted"
         )
     return lines
+
+
+def handed_out(stats: Mapping[str, Any], *, binary: bool = False) -> list[str]:
+    """A line where tensors whose address was handed out hold a tenth of the budget: the program's line that did it most."""
+    held = int(stats.get("escaped_bytes", 0))
+    sites = {name.removeprefix("escapes."): int(n) for name, n in stats.items() if name.startswith("escapes.")}
+    if not sites or held < int(stats["budget_bytes"]) / 10:
+        return []
+    most = max(sites, key=lambda site: sites[site])
+    return [
+        f"{show_size(held, binary=binary)} cannot be evicted because the program has handed out their addresses, {sites[most]:,} "
+        f"times at {most}: a copy (`.numpy().copy()` for NumPy) leaves them evictable"
+    ]
 
 
 def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:

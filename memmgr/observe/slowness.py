@@ -10,13 +10,15 @@ from typing import Any
 
 from memmgr.config.sizes import UNLIMITED, show_size
 
-from .advice import WORTH_SAYING, advice, more_budget, states_change
+from .advice import WORTH_SAYING, advice, handed_out, more_budget, states_change
 
 WHERE = "where the time went: "
 REMOVED = 0.8
 """The share of the recomputing and waiting that the budget of `more_budget` removes."""
 LIKELY = 0.1
 """The share of the passes without a plan from which they are a cause."""
+FEW_PASSES = 12
+"""A run of fewer passes often ends before its plan is made."""
 FIRST_PASSES = 5
 """Passes that are measured before a plan can be followed: no cause."""
 
@@ -102,7 +104,7 @@ def unplanned(stats: Mapping[str, Any], reason: str = "") -> str:
     elif int(stats.get("plans", 0)):
         why = "they ended before the plan was made, or are unlike the planned ones"
     else:
-        why = "no plan was made"
+        why = "no plan was made" + (", for which a run of so few is short" if passes < FEW_PASSES else "")
     return f"{without:,} of {passes:,} passes without a plan: {why}"
 
 
@@ -135,7 +137,7 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
     return text, min(saved, 1.0)
 
 
-LEAKED = "an end of the leak: more budget only delays it. Keep numbers, as loss.item() or .detach() make them, and not the graph"
+LEAKED = "an end of the leak: more budget only delays it. Keep numbers, as loss.item() makes them, and not the tensor"
 
 
 def wants_budget(leaks: Sequence[str], ended_by: str) -> bool:
@@ -151,7 +153,7 @@ def wants_budget(leaks: Sequence[str], ended_by: str) -> bool:
 def lines(
     stats: Mapping[str, Any], *, binary: bool = False, reason: str = "", leaks: Sequence[str] = (), ended_by: str = ""
 ) -> list[str]:
-    """Where the time went, passes without a plan, the change that would help most: one to three lines.
+    """Where the time went, passes without a plan, the change that would help most, exported tensors: one to four lines.
 
     Args:
         stats: `memmgr.stats()`.
@@ -165,7 +167,7 @@ def lines(
         parts.append(f"what would help most: {LEAKED}")
     elif best is not None:
         parts.append(f"what would help most: {best[0]}, about {best[1]:.0%} less time (an estimate)")
-    return [part for part in parts if part]
+    return [part for part in (*parts, *handed_out(stats, binary=binary)) if part]
 
 
 def why_slow(stats: Mapping[str, Any], **options: Any) -> str:

@@ -148,6 +148,11 @@ class Sizing:
         self._plans.limit_bytes = limit_bytes
         self._native.set_limit(limit_bytes)
         self._native.settle()  # if bytes beyond the limit remain, the next request for memory reports it
+        if limit_bytes < (floor := int(self._native.stats()["floor_bytes"])):
+            why += (
+                f", below the floor so far of {show_size(floor)}: the run will not fit it. "
+                f"The least share is about {100 * floor // self._need_bytes + 1} %"
+            )
         needs = f"the run needs {show_size(self._need_bytes)} ({self._passes} passes measured)"
         text = f"{needs}: the budget is now {show_size(limit_bytes)}, {why}"
         self._happened("limit", budget_bytes=limit_bytes, need_bytes=self._need_bytes, passes=self._passes, text=text)

@@ -90,6 +90,17 @@ def test_a_share_is_measured_and_then_kept(given: str, capfd: pytest.CaptureFixt
     ), said
 
 
+def test_a_share_below_the_floor_is_told_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The passes that measure the need have met the largest op."""
+    with memmgr.budget("need*5%"), pytest.raises(memmgr.BudgetError):
+        Run()(8)
+    (said,) = (line for line in capfd.readouterr().err.splitlines() if "the run needs" in line)
+    found = re.search(
+        r"5 % of it, below the floor so far of .*: the run will not fit it\. The least share is about (\d+) %$", said
+    )
+    assert found is not None and 5 < int(found[1]) < 100, said
+
+
 class Terminal(io.StringIO):
     def __init__(self, terminal: bool) -> None:
         super().__init__()

@@ -34,6 +34,13 @@ def test_the_slowdown_has_the_cost_of_ops_where_nothing_hides_it() -> None:
     assert "at least 1.29x of an unlimited run" in summary(_stats(host_ahead=0, offloads=9))
 
 
+def test_exported_addresses_are_named_with_their_line() -> None:
+    sites = {"escapes.train:9": 2, "escapes.train:16": 30}
+    said = why_slow(_stats(escaped_bytes=3_000_000, **sites), leaks=["one"])
+    assert "; 3 MB cannot be evicted" in said and "30 times at train:16: a copy" in said
+    assert "cannot be evicted" not in why_slow(_stats(escaped_bytes=100_000, **sites))
+
+
 def test_lost_time_is_the_copies() -> None:
     assert losses(_stats(lost_seconds=0.4)).copies == pytest.approx(0.03)
     text, saved = best_change(_stats(lost_seconds=12.0)) or ("", 0.0)
@@ -57,6 +64,11 @@ def test_the_change_that_helps_most_has_an_estimate() -> None:
         ({"planned_passes": 5}, "no schedule fits", "15 of 20 passes without a plan: no schedule fits"),
         ({"planned_passes": 5, "left_passes": 9}, "", "15 of 20 passes without a plan: 9 did other ops than the plan"),
         ({"planned_passes": 0}, "", "20 of 20 passes without a plan: no plan was made"),
+        (
+            {"planned_passes": 0, "passes": 9},
+            "",
+            "9 of 9 passes without a plan: no plan was made, for which a run of so few",
+        ),
         ({"planned_passes": 5, "plans": 1}, "", "15 of 20 passes without a plan: they ended before the plan"),
         ({"planned_passes": 19}, "", ""),
         ({"planned_passes": 0, "passes": 3}, "", ""),

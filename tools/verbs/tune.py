@@ -182,7 +182,8 @@ def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
     assert isinstance(tuned, Tuned)
     print(
         f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)} (measured); time over that, "
-        "by budget, predicted with the costs that the runs measured (bound: of any method; -: no plan was found)"
+        "by budget, predicted (simulated with the costs of the last run; where the two differ *measured* counts; bound: of any "
+        "method; -: no plan was found)"
     )
     rows = []
     for at in tuned.curve:
