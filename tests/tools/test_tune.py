@@ -375,6 +375,22 @@ def test_the_proposal_has_the_prediction_of_the_table(capsys: pytest.CaptureFixt
     assert said.count(f"{made.simulated:.2f}x") == 2 and "measured 1.40x over 9 passes, predicted 1.70x" in said, said
 
 
+def test_predictions_that_a_run_has_refuted_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of smaller budgets, too; and no knee is among them."""
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    args = parser.parse_args(["train.py"])
+    curve, made, knee = search.propose(FakeCurve(), 1.5, lambda size, name: Measured(2.5, 9))  # type: ignore[arg-type]
+    tuned = search.Tuned(10**8, 1.0, 1.5, curve, made, knee)
+    largest = max(at.share for at in curve if at.measured is not None)
+    tune._show(tuned, args, "cpu")
+    said = capsys.readouterr().out
+    table, _, rest = said.partition("?: ")
+    rows = [line for line in table.splitlines() if " %" in line and "x" in line]
+    assert rest.startswith(f"the run in {largest} % took longer than predicted")
+    assert all(("x?" in row) == (int(row.split()[0]) <= largest) for row in rows) and "knee" not in table, said
+
+
 def test_a_run_in_a_budget_that_is_faster_than_those_without_is_not_confirmed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

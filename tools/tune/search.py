@@ -38,6 +38,9 @@ class At:
     predicted: float | None = None  # `simulated` as it was before this budget was run; None: it was not run
 
 
+REFUTED = 1.1
+
+
 @dataclass
 class Tuned:
     """The curve and the proposal; the fields of --json."""
@@ -50,6 +53,14 @@ class Tuned:
     knee_share: int = 100  # the share that the simulator proposes after the runs, in per cent
     device_bytes: int | None = None  # free memory of this machine; None: an accelerator's
     noise: float = 1.0  # the slowest of the runs without memmgr over the fastest; 1 on a machine that does nothing else
+
+    @property
+    def refuted_share(self) -> int:
+        """The largest share at which a run took over `REFUTED` times as long as predicted: predictions of smaller budgets are too
+        low as well. 0: there is none.
+        """
+        runs = ((at.share, at.measured, at.simulated) for at in self.curve)
+        return max((share for share, took, said in runs if took and said and took > REFUTED * said), default=0)
 
     def plain(self) -> dict[str, object]:
         """As JSON has it."""

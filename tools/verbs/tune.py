@@ -159,14 +159,25 @@ def _draw(tuned: object, args: argparse.Namespace) -> None:
         measured=[(at.budget_bytes / need, at.measured) for at in tuned.curve if at.measured is not None],
         noise=tuned.noise,
         knee=next(
-            ((at.share / 100, at.simulated) for at in tuned.curve if at.share == tuned.knee_share and at.simulated),
+            (
+                (at.share / 100, at.simulated)
+                for at in tuned.curve
+                if at.share == tuned.knee_share > tuned.refuted_share and at.simulated
+            ),
             None,
         ),
         proposal=None if made is None or made.measured is None else (made.budget_bytes / need, made.measured),
         sizes=[(size / need, name) for size, name in device_sizes(need)],
         limit=tuned.most,
     )
-    rows = [[plot.Point(at.share / 100, at.simulated, at.lower_bound, "predicted")] for at in tuned.curve]
+    rows = [
+        [
+            plot.Point(
+                at.share / 100, at.simulated if at.share > tuned.refuted_share else None, at.lower_bound, "predicted"
+            )
+        ]
+        for at in tuned.curve
+    ]
     name = args.script if args.module else Path(args.script).name
     title = f"{name}: {megabytes(need)} and {show_seconds(tuned.seconds)} a pass without a budget"
     plot.slowdown(rows, args.picture, title, marks)
@@ -182,12 +193,12 @@ def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
     assert isinstance(tuned, Tuned)
     print(
         f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)} (measured); time over that, "
-        "by budget, predicted (simulated with the costs of the last run; where the two differ *measured* counts; bound: of any "
-        "method; -: no plan was found)"
+        "by budget, predicted with the costs that the runs measured (bound: of any method; -: no plan was found)"
     )
     rows = []
     for at in tuned.curve:
-        note = "knee" if at.share == tuned.knee_share else ""
+        refuted = at.share <= tuned.refuted_share
+        note = "knee" if at.share == tuned.knee_share and not refuted else ""
         if tuned.proposal is not None and at.share == tuned.proposal.share:
             note = "knee, proposal" if note else "proposal"
         bar = "" if at.simulated is None else "#" * min(20, round(20 * (at.simulated - 1)))
@@ -195,13 +206,17 @@ def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
             [
                 f"{at.share} %",
                 show_size(at.budget_bytes),
-                _factor(at.simulated),
+                _factor(at.simulated) + "?" * (refuted and at.simulated is not None),
                 _factor(at.lower_bound),
                 _factor(at.measured) if at.measured is not None else at.why or "",
                 (note or bar).ljust(20),
             ]
         )
     table(["of the need", "budget", "predicted", "bound", "measured", ""], rows)
+    if tuned.refuted_share:
+        print(
+            f"?: the run in {tuned.refuted_share} % took longer than predicted, so predictions from there on are too low"
+        )
     for size, name in device_sizes(tuned.need_bytes):
         print(f"{100 * size / tuned.need_bytes:.0f} % of the need is the memory of {name}")
     if args.picture is not None:
