@@ -35,11 +35,13 @@
 #include "concurrency/deferred_steps.cpp"
 #include "concurrency/python_threads.cpp"
 #include "dispatch/graph_functions.cpp"
+#include "dispatch/kernel.cpp"
 #include "dispatch/launch.cpp"
 #include "dispatch/launch_recording.cpp"
 #include "dispatch/op_need.cpp"
 #include "dispatch/op_run.cpp"
 #include "dispatch/recording.cpp"
+#include "dispatch/small_ops.cpp"
 #include "dispatch/the_session.cpp"
 #include "guards/address_exports.cpp"
 #include "guards/argument_pins.cpp"
@@ -100,8 +102,3 @@
 #include "residency/restore.cpp"
 #include "residency/transfer.cpp"
 #include "residency/victims.cpp"
-
-// Last: they register kernels, and other threads' ops reach these at once, before a later file's objects are made. A
-// hash map that has not been made divides by zero.
-#include "dispatch/kernel.cpp"
-#include "dispatch/small_ops.cpp"
