@@ -13,15 +13,15 @@ constexpr size_t kMostTenants = 16384;     // a longer period has no sites
 constexpr uint64_t kMostComputations = 8;  // nor has a sequence that goes on changing
 constexpr uint64_t kDisplacedShare = 64;   // a period misses its sites from so much of their bytes on
 constexpr int kMissesInARow = 2;           // the first period after a computation has blocks of the one before
+constexpr uint64_t kLeastTailShare = 64;   // of a frame: a shorter tail is not kept
 constexpr uint64_t kNever = ~uint64_t{0};
-
-constexpr uint64_t kLeastTailShare = 64;  // a shorter tail, of a frame, is not kept
 
 // When a part of a frame may be taken: from `from` on, up to `until`.
 struct Free {
   uint64_t from = 0, until = kNever;
   bool Has(uint64_t birth, uint64_t end) const { return from <= birth && end <= until; }
   bool Always() const { return from == 0 && until == kNever; }
+  Free And(const Free& other) const { return {std::max(from, other.from), std::min(until, other.until)}; }
   // The one that is wanted again soonest, and of these the one that was free last.
   bool TighterThan(const Free& other) const { return until != other.until ? until < other.until : from > other.from; }
 };
@@ -62,7 +62,7 @@ class Sharing {
     const Frame& f = frames_[frame];
     if (parts == kFrameHead) return f.head;
     if (parts == kFrameTail) return f.tail;
-    return {std::max(f.head.from, f.tail.from), std::min(f.head.until, f.tail.until)};
+    return f.head.And(f.tail);
   }
 
   // One that lives on is in the way before its end in the next period and after its birth in this one.
@@ -72,10 +72,9 @@ class Sharing {
 
   void Take(uint32_t frame, FrameParts parts, const Tenant& t) {
     const uint64_t end = t.birth + t.life;
-    for (Free* part : {&frames_[frame].head, &frames_[frame].tail}) {
-      if ((parts & (part == &frames_[frame].head ? kFrameHead : kFrameTail)) == 0) continue;
-      *part = LivesOn(t) ? Free{end - ring_, t.birth} : Free{end, part->until};
-    }
+    const auto take = [&](Free* part) { *part = LivesOn(t) ? Free{end - ring_, t.birth} : Free{end, part->until}; };
+    if ((parts & kFrameHead) != 0) take(&frames_[frame].head);
+    if ((parts & kFrameTail) != 0) take(&frames_[frame].tail);
   }
 
   // Finds the site that is wanted again soonest, of those that are free.
@@ -85,10 +84,7 @@ class Sharing {
     for (const uint32_t number : sites) {
       const SiteFrames& site = layout_.sites[number];
       Free one;
-      for (size_t i = 0; i < site.frames.size(); ++i) {
-        const Free part = Of(site.frames[i], site.parts[i]);
-        one = {std::max(one.from, part.from), std::min(one.until, part.until)};
-      }
+      for (size_t i = 0; i < site.frames.size(); ++i) one = one.And(Of(site.frames[i], site.parts[i]));
       if (!Fits(one, *t) || (found && !one.TighterThan(best))) continue;
       best = one;
       t->site = number;

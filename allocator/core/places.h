@@ -55,8 +55,9 @@ struct Layout {
 
 // A sweep over the moments, in which a tenant takes a site of its bytes that is free for long enough, or makes one: it
 // begins in a tail where that saves a frame, and goes on in the frames that will be wanted soonest after it. Those that
-// live on from one period to the next come first, each with parts of its own. Then no order of intervals needs more
-// frames than live at a time, except where the free time of such a part does not fit.
+// live on from one period to the next come first, each with parts of its own. With whole frames no order of intervals
+// then needs more of them than live at a time, except where the free time of such a frame does not fit. Parts may need
+// a few more.
 Layout share_frames(std::vector<Tenant>* tenants, uint64_t ring, uint64_t frame_bytes);
 
 class Places {

@@ -207,14 +207,14 @@ uint64_t SharedFrames::EndGivingUp(const Leaving& leaving, bool settled) {
 }
 
 std::string SharedFrames::Check() const {
-  std::vector<uint32_t> users(frames_.size()), addresses(frames_.size());  // users: the parts of live blocks
+  std::vector<uint32_t> users(frames_.size()), addresses(frames_.size());
   uint64_t live = 0, backed = 0, busy = 0;
   for (const Site& site : sites_) {
     const std::string at = " at offset " + std::to_string(site.block.offset);
     if (site.block.live && site.unmapped > 0) return "a live block's site is not mapped" + at;
     live += site.block.live ? 1 : 0;
     for (size_t i = 0; i < site.frames.size(); ++i) {
-      uint32_t& parts = users[site.frames[i]];
+      uint32_t& parts = users[site.frames[i]];  // that live blocks have
       if (site.block.live && (parts & site.parts[i]) != 0) return "two live blocks have a part of a frame in common";
       if (site.block.live) parts |= site.parts[i];
       if (!site.mapped[i]) continue;

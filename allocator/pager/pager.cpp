@@ -35,13 +35,11 @@
 #include "concurrency/deferred_steps.cpp"
 #include "concurrency/python_threads.cpp"
 #include "dispatch/graph_functions.cpp"
-#include "dispatch/kernel.cpp"
 #include "dispatch/launch.cpp"
 #include "dispatch/launch_recording.cpp"
 #include "dispatch/op_need.cpp"
 #include "dispatch/op_run.cpp"
 #include "dispatch/recording.cpp"
-#include "dispatch/small_ops.cpp"
 #include "dispatch/the_session.cpp"
 #include "guards/address_exports.cpp"
 #include "guards/argument_pins.cpp"
@@ -102,3 +100,8 @@
 #include "residency/restore.cpp"
 #include "residency/transfer.cpp"
 #include "residency/victims.cpp"
+
+// Last: these register kernels. Ops of other threads reach a kernel at once, and with it the static objects of all
+// files.
+#include "dispatch/kernel.cpp"
+#include "dispatch/small_ops.cpp"

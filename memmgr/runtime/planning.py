@@ -67,7 +67,7 @@ class KneeJob:
     """A pass under which budgets of all sizes are tried."""
 
     period: Noted  # the pass
-    # of the run. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay otherwise.
+    # the run's need. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay otherwise.
     need_bytes: int
     floor_bytes: int  # no budget below it works
     margin: float  # share of a budget that a plan leaves free

@@ -62,10 +62,10 @@ class Measured:
     """A period."""
 
     trace: Trace  # the ops that ran
-    # of each op of the trace, the pager's; of an op that the pager does not have, that of the next one
+    # the pager's position of each op of the trace; an op that the pager does not have has that of the next one
     position: list[int]
     ordinal: list[int]  # of each storage, its cell's; -1: it has none
-    # of each storage that the cycle begins with, its cell's in the period before, as the pager takes it
+    # the cell's ordinal in the period before, as the pager takes it, of each storage that the cycle begins with
     before: dict[int, int]
     hashes: bytes  # by which the pager knows the period again
     scratch: list[int]  # of each of the pager's ops, in bytes

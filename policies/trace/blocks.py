@@ -41,7 +41,7 @@ class Program:
     blocks: list[Block] = field(default_factory=list)
     begins: dict[int, int] = field(default_factory=dict)  # the block of each constant that comes from the pass before
     unknown: set[int] = field(default_factory=set)  # blocks that are there at the end, and of which nothing is known
-    # of a block that begins a pass, the one that takes its place: it is made before that one dies
+    # the block that takes the place of one that begins a pass: it is made before that one dies
     handed: dict[int, int] = field(default_factory=dict)
     turn: int | None = None  # the event with which backward begins; None: unknown
 

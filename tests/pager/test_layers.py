@@ -77,6 +77,13 @@ def test_every_file_is_in_a_layer_and_compiled() -> None:
     assert sorted(compiled) == [str(path.relative_to(PAGER)) for path in SOURCES if path.suffix == ".cpp"]
 
 
+def test_kernels_are_registered_after_all_static_objects_are_made() -> None:
+    """Ops of other threads reach them at once. A hash map that was not made yet ended such a process by a division by zero."""
+    compiled = re.findall(r'^#include "([^"]+)"', (PAGER / "pager.cpp").read_text(), re.MULTILINE)
+    registers = [one for one in compiled if "TORCH_LIBRARY" in (PAGER / one).read_text()]
+    assert registers == compiled[-len(registers) :] and len(registers) == 2
+
+
 def test_includes_point_down() -> None:
     height = {layer: i for i, layer in enumerate(LAYERS)}
     upward = [

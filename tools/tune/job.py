@@ -59,7 +59,7 @@ class Result:
     plans: list[int] = field(default_factory=list)
     # the tier below as it was measured beside the passes, the fields of a `TierLink`; None: there is none
     link: dict[str, Any] | None = None
-    # of a pass, for the pager's own work; 0 on an accelerator, where it runs beside the device
+    # the pager's own work in a pass; 0 on an accelerator, where it runs beside the device
     own_seconds: float = 0.0
     peak_bytes: int = 0  # the most that the passes would have held without a budget; 0: not known
     floor_error: bool = False  # the budget was too small
