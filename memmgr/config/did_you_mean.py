@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 LEAST_PART = 3
-"""A part of so many letters is one of too many words."""
+"""Parts of at most so many letters stand in too many names."""
 
 
 def meant(word: str, known: Iterable[str], cutoff: float = 0.7, *, parts: bool = False) -> str:
@@ -25,12 +25,12 @@ def meant(word: str, known: Iterable[str], cutoff: float = 0.7, *, parts: bool =
 
 
 def _is_within(name: str, word: str) -> bool:
-    """Is the name in the word, apart from signs? `a100-80` is in `a100 80gb`, and `l4` is not in `l40`."""
+    """Tells if the name is in the word, apart from signs: `a100-80` is in `a100 80gb`, and `l4` is not in `l40`."""
     return bool(re.search(re.escape(_plain(name)) + r"(?!\d)", _plain(word)))
 
 
 def _has_a_part_of(name: str, word: str) -> bool:
-    """Is a part between the word's signs in the name? One of `a100-sxm4` is in `a100-80`."""
+    """Tells if a part between the word's signs is in the name: one of `a100-sxm4` is in `a100-80`."""
     return any(len(part) > LEAST_PART and part in _plain(name) for part in re.split(r"[^a-z0-9]+", word))
 
 

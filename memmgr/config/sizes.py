@@ -49,13 +49,23 @@ def parse_size(
 ) -> int:
     """Bytes from an int or a string.
 
-    A string is NUMBER [blank] UNIT, or a percentage. NUMBER has digits, with at most one point; `_` is ignored. UNIT is
-    missing or "B", or one of K, M, G, T, P: alone or with "B" for powers of 1000, with "I" or "IB" for powers of 1024.
-    Case does not matter. `is_binary` tells if a text has a unit of 1024. Returns bytes, at least 1. Raises `SizeError`:
-    not a size, or not positive; the text shows the accepted forms; `ValueError`: not a size, and the text has a guess:
-    at one that is misspelt, or at a forgotten unit; `TypeError`: not an int or a string. `value`: one of the forms of
-    `_accepted`. `whole`: the bytes that a percentage refers to; None where percentages make no sense. `what`: the name
-    of the setting, for the error. `more`: other forms that the caller accepts, for the error.
+    A string is NUMBER [blank] UNIT, or a percentage. NUMBER has digits, with at most one point; `_` is ignored. UNIT is missing
+    or "B", or one of K, M, G, T, P: alone or with "B" for powers of 1000, with "I" or "IB" for powers of 1024. Case does not
+    matter. `is_binary` tells if a text has a unit of 1024.
+
+    Args:
+        value: one of the forms of `_accepted`.
+        whole: the bytes that a percentage refers to; None where percentages make no sense.
+        `what`: the name of the setting, for the error.
+        more: other forms that the caller accepts, for the error.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        SizeError: not a size, or not positive; the text shows the accepted forms.
+        ValueError: not a size, and the text has a guess: at one that is misspelt, or at a forgotten unit.
+        TypeError: not an int or a string.
     """
     accepted = _accepted(whole, *more)
     if isinstance(value, bool) or not isinstance(value, int | float | str):

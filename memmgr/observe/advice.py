@@ -109,8 +109,8 @@ def handed_out(stats: Mapping[str, Any], *, binary: bool = False) -> list[str]:
         return []
     most = max(sites, key=lambda site: sites[site])
     return [
-        f"{show_size(held, binary=binary)} cannot be evicted because the program has handed out their addresses, {sites[most]:,} "
-        f"times at {most}: a copy (`.numpy().copy()` for NumPy) leaves them evictable"
+        f"tensors of {show_size(held, binary=binary)} cannot be evicted, because the program has handed out their addresses, "
+        f"{sites[most]:,} times at {most}. After a copy (`.numpy().copy()`) they can"
     ]
 
 

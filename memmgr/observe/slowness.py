@@ -18,7 +18,7 @@ REMOVED = 0.8
 LIKELY = 0.1
 """The share of the passes without a plan from which they are a cause."""
 FEW_PASSES = 12
-"""A run of fewer passes often ends before its plan is made."""
+"""A run of fewer passes often ends before its plan is made: a plan is of a pass that came twice."""
 FIRST_PASSES = 5
 """Passes that are measured before a plan can be followed: no cause."""
 
@@ -104,7 +104,7 @@ def unplanned(stats: Mapping[str, Any], reason: str = "") -> str:
     elif int(stats.get("plans", 0)):
         why = "they ended before the plan was made, or are unlike the planned ones"
     else:
-        why = "no plan was made" + (", for which a run of so few is short" if passes < FEW_PASSES else "")
+        why = "no plan was made" + (" (a run of so few often ends before its plan)" if passes < FEW_PASSES else "")
     return f"{without:,} of {passes:,} passes without a plan: {why}"
 
 

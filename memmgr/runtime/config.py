@@ -40,7 +40,7 @@ class Config:
     trace_pass: int = 2
     silent_seconds: float = SILENT_SECONDS
     binary: bool = False  # errors speak in powers of two, as the limit did
-    need: Need | None = None  # the share that it becomes then; None: it stays
+    need: Need | None = None  # the share of the run's need that the limit becomes; None: it stays
 
 
 def default_folder() -> str:

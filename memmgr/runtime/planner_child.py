@@ -41,7 +41,7 @@ class Reply:
     """An answer."""
 
     value: Any  # of the function
-    error: str | None  # why there is none; None: there is
+    error: str | None  # why there is no value; None: there is one
     cpu_seconds: float  # of a processor
 
 

@@ -66,13 +66,13 @@ def make(job: PlanJob) -> Made | None:
 class KneeJob:
     """A pass under which budgets of all sizes are tried."""
 
-    period: Noted  # the pass
+    period: Noted
     # the run's need. Tensors that no op of the pass touches can be offloaded if there is a tier, and stay otherwise.
     need_bytes: int
     floor_bytes: int  # no budget below it works
     margin: float  # share of a budget that a plan leaves free
     planner: str  # a name in `PLANNERS`; empty: the policy in the simulator predicts
-    policy: str  # its name
+    policy: str
     recompute: bool  # ops may run again
     offload: bool  # there is a tier
 

@@ -150,8 +150,8 @@ class Sizing:
         self._native.settle()  # if bytes beyond the limit remain, the next request for memory reports it
         if limit_bytes < (floor := int(self._native.stats()["floor_bytes"])):
             why += (
-                f", below the floor so far of {show_size(floor)}: the run will not fit it. "
-                f"The least share is about {100 * floor // self._need_bytes + 1} %"
+                f", below the floor so far of {show_size(floor)}, so the run will end with an error. "
+                f"At least {100 * floor // self._need_bytes + 1} % are needed"
             )
         needs = f"the run needs {show_size(self._need_bytes)} ({self._passes} passes measured)"
         text = f"{needs}: the budget is now {show_size(limit_bytes)}, {why}"

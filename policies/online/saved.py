@@ -22,7 +22,7 @@ _SCALAR_BYTES = 8  # a Python number as an argument; it wants no gradient, so it
 class Saved:
     """The tensors that the derivative of an op reads."""
 
-    inputs: bool  # its inputs
+    inputs: bool
     # its first output. Further outputs (masks, indices, statistics) exist for backward and are always saved.
     output: bool
 

@@ -22,7 +22,7 @@ from memmgr.policies.trace.schedule import Do, Step
 class Swap:
     """A storage that is absent for a while."""
 
-    storage: int  # which
+    storage: int
     out: int  # the event after which it is written
     back: int  # the event that reads it again
     # the event after which it is freed, if the copy is waited for then; None: when the copy is complete

@@ -21,7 +21,7 @@ from .runs import runs_of
 class Value:
     """Outputs of a node that other nodes read."""
 
-    maker: int  # the node
+    maker: int
     readers: tuple[int, ...]  # later nodes, ascending
     size: int  # bytes
     held: bool  # it must be resident at the end
@@ -32,13 +32,13 @@ class Value:
 class Graph:
     """Nodes in the order of the program."""
 
-    trace: Trace  # the pass
+    trace: Trace
     nodes: list[range]  # the ops of each, ascending
     again: list[bool]  # per node, if it may run again
     seconds: list[float]  # per node, time when it runs again
     inside: list[int]  # bytes that it needs in addition to its inputs and values, at its worst moment
     base: list[int]  # bytes of constants while it runs
-    values: list[Value]  # see there
+    values: list[Value]
 
     def events(self, runs: Sequence[Sequence[int]]) -> list[Step]:
         """The pass in which `runs[t]` run again before node t does, and these before the end: one entry more."""

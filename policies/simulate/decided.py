@@ -19,7 +19,7 @@ ON_DEMAND = -1
 class Decision:
     """The decision about one storage."""
 
-    storage: int  # which
+    storage: int
     action: Action  # EVICT or OFFLOAD
     evicted_access: int  # the op after which it is evicted: its last access before the peak
     back_access: int  # the op that reads it next

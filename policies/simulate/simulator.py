@@ -37,7 +37,7 @@ class DoesNotFit(Exception):
 class Run:
     """Result of a simulated pass."""
 
-    policy: str  # its name
+    policy: str
     budget_bytes: int  # most bytes that may be resident
     feasible: bool  # whether it came to its end within them
     steps: list[Step]  # the schedule, as far as it came

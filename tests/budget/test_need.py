@@ -96,7 +96,8 @@ def test_a_share_below_the_floor_is_told_at_once(capfd: pytest.CaptureFixture[st
         Run()(8)
     (said,) = (line for line in capfd.readouterr().err.splitlines() if "the run needs" in line)
     found = re.search(
-        r"5 % of it, below the floor so far of .*: the run will not fit it\. The least share is about (\d+) %$", said
+        r"5 % of it, below the floor so far of .*, so the run will end with an error\. At least (\d+) % are needed$",
+        said,
     )
     assert found is not None and 5 < int(found[1]) < 100, said
 

@@ -1,4 +1,4 @@
-"""Issue 2, point 1: DataLoader workers and other children stay unmanaged, and take nothing of the parent's with them."""
+"""DataLoader workers and other children stay unmanaged, and take nothing of the parent's with them."""
 
 import hashlib
 import os

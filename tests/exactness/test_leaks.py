@@ -1,4 +1,4 @@
-"""Issue 2, point 8: a thousand passes leak nothing. Each scenario runs in a process of its own."""
+"""A thousand passes leak nothing. Each scenario runs in a process of its own."""
 
 import gc
 import json

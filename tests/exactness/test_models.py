@@ -1,4 +1,4 @@
-"""Issue 2, point 1: every training case gives the same bits at every budget."""
+"""Every training case gives the same bits at every budget."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Issue 2, points 1 and 7: training in threads, two lock inversions, Ctrl-C, and a soak.
+"""Training in threads, two lock inversions, Ctrl-C, and a soak.
 
 Programs that could hang run in a process of their own: ``python -m exactness.test_threads NAME``.
 """

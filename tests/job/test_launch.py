@@ -1,4 +1,4 @@
-"""Issue 19, point 1: unmodified scripts under their launchers; limits shared by the ranks of one host; one summary; traces of a job's
+"""Unmodified scripts under their launchers; limits shared by the ranks of one host; one summary; traces of a job's
 ranks, and their simulation by `memmgr simulate --job`.
 """
 

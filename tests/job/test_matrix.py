@@ -1,4 +1,4 @@
-"""Issue 19, truth 1: the same bits as the unmanaged job, for every way to be parallel that gloo runs; `make soak` takes an hour of chance."""
+"""The same bits as the unmanaged job, for every way to be parallel that gloo runs; `make soak` takes an hour of chance."""
 
 import os
 from pathlib import Path

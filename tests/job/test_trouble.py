@@ -1,4 +1,4 @@
-"""Issue 19, point 4: one rank in trouble is named by all others within seconds, in any wait."""
+"""One rank in trouble is named by all others within seconds, in any wait."""
 
 import signal
 import time

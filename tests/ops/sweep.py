@@ -1,4 +1,4 @@
-"""PyTorch's operator database under memmgr: every op, forward and backward, must leave the same bits (issue 2, point 2).
+"""PyTorch's operator database under memmgr: every op, forward and backward, must leave the same bits.
 
 Each sample is run twice without memmgr (the second time on memory that was filled with other values before, which finds
 ops that read unwritten memory), and twice under a budget with ``policy="torture"``, in which every tensor is evicted

@@ -89,7 +89,7 @@ def test_the_judge_confirms_made_up_logs(shape: dict[str, bool], seed: int, tmp_
 
 @needs_logs
 def test_less_than_dtr_on_the_operator_logs() -> None:
-    """Issue 4, point 5: at most 0.92 of dtr_eq's overhead, geometric mean, and feasible wherever it is."""
+    """At most 0.92 of dtr_eq's overhead, geometric mean, and feasible wherever it is."""
     reference = json.loads((SHARED / "dtr-logs" / "reference.json").read_text())
     shares = []
     for name in NAMES:

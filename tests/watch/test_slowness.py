@@ -37,7 +37,7 @@ def test_the_slowdown_has_the_cost_of_ops_where_nothing_hides_it() -> None:
 def test_exported_addresses_are_named_with_their_line() -> None:
     sites = {"escapes.train:9": 2, "escapes.train:16": 30}
     said = why_slow(_stats(escaped_bytes=3_000_000, **sites), leaks=["one"])
-    assert "; 3 MB cannot be evicted" in said and "30 times at train:16: a copy" in said
+    assert "; tensors of 3 MB cannot be evicted" in said and "30 times at train:16. After a copy" in said
     assert "cannot be evicted" not in why_slow(_stats(escaped_bytes=100_000, **sites))
 
 
@@ -67,7 +67,7 @@ def test_the_change_that_helps_most_has_an_estimate() -> None:
         (
             {"planned_passes": 0, "passes": 9},
             "",
-            "9 of 9 passes without a plan: no plan was made, for which a run of so few",
+            "9 of 9 passes without a plan: no plan was made (a run of so few",
         ),
         ({"planned_passes": 5, "plans": 1}, "", "15 of 20 passes without a plan: they ended before the plan"),
         ({"planned_passes": 19}, "", ""),

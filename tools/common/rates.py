@@ -40,10 +40,10 @@ class Work:
 class Rates:
     """A device."""
 
-    name: str  # the device's
+    name: str
     flops: Mapping[str, float]  # of matrix products, a second, by dtype; a missing dtype runs at the rate of "float32"
     bytes_per_second: float  # to and from its memory
-    memory_bytes: int  # its size
+    memory_bytes: int
     link: TierLink | None  # to the tier below
     source: str  # where the figures are from
     accelerator: bool = True  # a step's kernels are an accelerator's
