@@ -145,7 +145,13 @@ _PATCHABLE = [
 
 
 def global_state() -> dict[str, Any]:
-    """Everything outside the caller's own objects that a context could leave changed."""
+    """Everything outside the caller's own objects that a context could leave changed.
+
+    A budget's end gives up the plan that is being made, and does not wait for its thread: that is done here.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "memmgr-plan":
+            thread.join(20)
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     state: dict[str, Any] = {
         "dispatch modes": torch._C._len_torch_dispatch_stack(),

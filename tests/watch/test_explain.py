@@ -221,6 +221,19 @@ def test_a_leak_that_begins_late_has_its_line() -> None:
     assert "y = model(" in _text(found.leaks[0].line)
 
 
+def test_an_op_that_leaked_in_one_budget_has_no_lines_in_the_next_one() -> None:
+    """In passes 9 to 15 no line is recorded, of marked ops excepted."""
+    assert _leaking(10, lambda held, y: held.append(y)).leaks
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.randn(256, 64)
+    with memmgr.budget(None, device="cpu", quiet=True):
+        for _ in range(9):
+            model(x).sum().backward()
+        y = model(x)
+        rows = [row for row in native.load().living() if row["birth"] == native.load().passes_ended()]
+    assert y.requires_grad and rows
+    assert {row["line"] for row in rows} == {0}
+
+
 @pytest.mark.parametrize("length", [1, 4])
 def test_a_history_of_fixed_length_is_no_leak(length: int) -> None:
     def hold(held: list[torch.Tensor], y: torch.Tensor) -> None:

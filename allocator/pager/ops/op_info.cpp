@@ -492,4 +492,10 @@ OpInfo* info_of_kernel(const std::string& key, const std::string& name) {
   return info;
 }
 
+void unmark_ops() {
+  for (auto& [key, info] : *known_kernels) info->marked.store(false);
+  const Hold lock(lock_of(LockId::kOpInfos));
+  for (auto& [op, known] : known_ops->all) known.first->marked.store(false);
+}
+
 }  // namespace memmgr::pager

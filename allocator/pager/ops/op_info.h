@@ -120,5 +120,7 @@ bool runs_above_the_kernel(const c10::OperatorHandle& op);
 OpInfo* info_of(const c10::OperatorHandle& op);
 // Does the same for a compiled graph's kernel. The key names its source.
 OpInfo* info_of_kernel(const std::string& key, const std::string& name);
+// No op is marked any more: the budget that looked for leaks has ended. The caller holds the GIL.
+void unmark_ops();
 
 }  // namespace memmgr::pager

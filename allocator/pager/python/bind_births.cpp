@@ -138,6 +138,7 @@ void py_take_lines(Lines lines, bool log, TextTuple folders) {
   if (lines != Lines::kOfNone) return;
   forget_births();
   forget_codes();
+  unmark_ops();
 }
 
 std::vector<RecordedLine> py_source_lines() {
