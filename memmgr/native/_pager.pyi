@@ -249,10 +249,10 @@ class Pager:
     def adopt(self, tensor: Addressed, /) -> int:
         """The bytes of the tensor's cell, which is made if need be; 0: it has none."""
 
-    def adopt_all(self, tensors: list[torch.Tensor], /) -> int:
+    def adopt_all(self, tensors: list[torch.Tensor], stay: bool = False) -> int:
         """Adopts these tensors, gradients of leaves among them and the cells of earlier budgets.
 
-        The result is their bytes.
+        `stay`: they, and what is adopted later, keep their addresses. The result is their bytes.
         """
 
     def settle(self) -> int:

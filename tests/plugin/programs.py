@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,30 @@ def draws(limit: str) -> dict[str, Any]:
                 errors.append([type(error).__name__, str(error)])
             driver.fake_break(0)
     return found | {"errors": errors}
+
+
+def before(limit: str) -> dict[str, Any]:
+    """Tells which tensors can leave: one whose address was handed out before the budget, another one, and that one again in a
+    budget that opens after the capture of a graph."""
+    import torch
+
+    import memmgr
+    from memmgr.native import binding
+
+    torch.cuda.init()
+    exported, other = (torch.zeros(MIB, device="cuda") for _ in range(2))
+    assert exported.__cuda_array_interface__["data"][0] == exported.data_ptr()
+    taken = []
+    with memmgr.budget(int(limit), quiet=True):
+        taken += [binding.load().take_away(tensor) for tensor in (exported, other)]
+    graph = torch.cuda.CUDAGraph()
+    with memmgr.budget(int(limit), quiet=True):  # it has not been captured yet
+        taken.append(binding.load().take_away(other))
+    with torch.cuda.graph(graph):
+        made = other.clone()
+    with warnings.catch_warnings(record=True, action="always") as warned, memmgr.budget(int(limit), quiet=True):
+        taken += [binding.load().take_away(tensor) for tensor in (other, made)]
+    return {"taken": [n > 0 for n in taken], "warned": [str(each.message) for each in warned]}
 
 
 def graphs(limit: str) -> dict[str, Any]:

@@ -153,6 +153,13 @@ def test_torchs_own_allocator_keeps_a_budget(policy: str, mode: str) -> None:
     assert found["left"] == 0
 
 
+def test_addresses_from_before_a_budget_stay() -> None:
+    found = _run("before", "100000000")
+    assert found["taken"] == [False, True, True, False, False]
+    (warned,) = found["warned"]
+    assert warned.startswith("memmgr: a graph was captured before the budget opened")
+
+
 @pytest.mark.parametrize("allocator, limit", [("memmgr", 60_000_000), ("native", 120_000_000)])
 def test_a_graph_inside_a_budget(allocator: str, limit: int) -> None:
     found = _run("graphs", str(limit), MEMMGR_CONF=f"allocator:{allocator}" if allocator == "native" else "")

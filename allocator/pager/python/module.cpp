@@ -116,6 +116,7 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   }
   the_session.pool = pool;
   the_session.arena = pool->arena;
+  the_session.adopted_stay = false;
   mm_arena_set_layout(the_session.arena, window ? MM_REMAP_LAST : MM_REMAP_FIRST);
   pool->set_budget(limit);
   pool->install();
@@ -284,7 +285,8 @@ uint64_t py_adopt(Addressed o) {
 
 // Adopts these, the leaves' gradients, and the cells of earlier budgets. Returns their bytes. A gradient that another
 // thread sets at the same time is adopted when an op touches it.
-uint64_t py_adopt_all(TensorList tensors) {
+uint64_t py_adopt_all(TensorList tensors, bool stay) {
+  the_session.adopted_stay = stay;
   const bool gradients = elsewhere() != Elsewhere::kGradients;
   std::vector<StoragePtr> found, others;
   const auto add = [&](const at::Tensor& t) {
@@ -368,10 +370,10 @@ void bind_budget(Module& m) {
                   "Opens a budget.");
   m.def<&py_close>("close", "", "Restores all cells, leaves ordinary tensors and closes the budget.");
   m.def<&py_adopt>("adopt", "tensor", "The bytes of the tensor's cell, which is made if need be; 0: it has none.");
-  m.def<&py_adopt_all>(
-      "adopt_all", "tensors",
-      "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. The result "
-      "is their bytes.");
+  m.def<&py_adopt_all>("adopt_all", "tensors, stay=False",
+                       "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. `stay`: "
+                       "they, and what is "
+                       "adopted later, keep their addresses. The result is their bytes.");
   m.def<&py_settle>("settle", "", "Evicts cells beyond the limit. The result is the bytes that are still beyond it.");
   m.def<&py_set_errors>("set_errors", "make, wrong, torchs",
                         "`make` returns the exception for out of memory, of its text. `wrong` is the class for wrong "
