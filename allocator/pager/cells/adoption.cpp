@@ -10,6 +10,7 @@
 #include "cells/cell.h"
 #include "cells/cell_bytes.h"
 #include "cells/copies.h"
+#include "cells/lifetime.h"
 #include "cells/mapped_range.h"
 #include "cells/names.h"
 #include "cells/pointer_trap.h"

@@ -5,7 +5,6 @@
 #include "base/lock.h"
 #include "base/no_destructor.h"
 #include "base/thread_state.h"
-#include "cells/names.h"
 #include "pools/pool.h"
 
 namespace memmgr::pager {
@@ -203,15 +202,6 @@ void stand_unpinned_locked(Cell* c) {
   c->standing_pins--;
   note_used(c);
   c->state.fetch_sub(1, std::memory_order_acq_rel);  // its storage lives, so this is not the last user
-}
-
-void escape_locked(Cell* c, Escape why) {
-  c->escape = why;
-  name_escaped_locked(c);
-  stand_pinned_locked(c);
-  escaped_bytes += c->nbytes;
-  count_long_pinned_locked(c);
-  c->pool->session.counters.escapes++;
 }
 
 void count_long_pinned_locked(Cell* c) {

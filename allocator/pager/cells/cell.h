@@ -124,8 +124,6 @@ inline const void* block_of(const Cell* c) { return c->bytes.get_context(); }
 
 void stand_pinned_locked(Cell* c);    // adds a standing pin
 void stand_unpinned_locked(Cell* c);  // ends one
-// A resident cell keeps its address from now on, because others have it.
-void escape_locked(Cell* c, Escape why);
 // A pin that outlives its op or call, and counts in the floor. The caller pins before, and unpins after.
 void begin_long_pin_locked(Cell* c);
 void end_long_pin_locked(Cell* c);
