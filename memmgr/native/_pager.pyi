@@ -255,6 +255,12 @@ class Pager:
         `stay`: they, and what is adopted later, keep their addresses. The result is their bytes.
         """
 
+    def move_in(self, tensors: list[torch.Tensor], /) -> int:
+        """Moves these tensors from the memory of torch's own allocator to the pool's, where nothing else refers to their storages.
+
+        The result is their bytes.
+        """
+
     def settle(self) -> int:
         """Evicts cells beyond the limit. The result is the bytes that are still beyond it."""
 

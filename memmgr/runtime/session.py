@@ -31,6 +31,7 @@ from memmgr.observe.stats import PagerFigures
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
 from memmgr.readers.captures import captured_earlier, graph_classes, is_capturing
+from memmgr.readers.exported import exported
 from memmgr.readers.readers import Readers
 from memmgr.telemetry.publisher import Telemetry
 
@@ -258,6 +259,8 @@ class PagerRuntime:
         if self.native.others_wait():
             known += self.native.gradients_of(known)
             saved = saved_without_hooks(known, config.device)
+        if not stay:
+            self._move_in(known)
         self.native.adopt_all(known, stay)
         if stay and (kept := self.native.stats()["escaped_bytes"]):
             size = show_size(kept, binary=config.binary)
@@ -270,6 +273,17 @@ class PagerRuntime:
         self.native.add_outside(self._stock.bytes)
         self._purposes.know([thing for thing in found if issubclass(type(thing), OWNERS)])
         return functions
+
+    def _move_in(self, known: list[torch.Tensor]) -> None:
+        """Tensors move from torch's memory to the arena if CUDA was in use before memmgr's allocator came. `settle` evicts
+        those beyond the limit. A tensor that has been exported stays where it is.
+        """
+        pager, limit = self.native, min(self.config.limit_bytes, UNLIMITED)
+        held = [*exported.owners(), *exported.sliced()]  # each is one more reference to its storage
+        pager.set_limit(UNLIMITED)
+        pager.move_in(known)
+        pager.set_limit(limit)
+        held.clear()
 
     def _ended_pass(self, ended: Pass) -> None:
         self.telemetry.ended_pass(

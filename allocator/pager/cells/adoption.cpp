@@ -109,6 +109,25 @@ Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_
   return c;
 }
 
+bool move_into_pool(Session& session, c10::StorageImpl* s) {
+  Pool* pool = session.pool;
+  at::DataPtr& p = pointer_of(s);
+  if (!pool->earlier() || p.get_deleter() != pool->earlier() || p.device() != pool->device || lead_of(p) != 0)
+    return false;
+  if (s->sym_nbytes().is_heap_allocated() || s->nbytes() == 0) return false;
+  at::DataPtr moved = pool->try_allocate(s->nbytes(), 0);
+  if (!moved) {
+    pool->settle();
+    pool->trim();
+    moved = pool->try_allocate(s->nbytes(), 0);
+  }
+  if (!moved) return false;
+  pool->copy(moved.get(), p.get(), s->nbytes());
+  p = std::move(moved);
+  s->set_allocator(pool->allocator());
+  return true;
+}
+
 void unadopt(Cell* c) {
   Trash trash;
   WeakStorage weak{StoragePtr()};
