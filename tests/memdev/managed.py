@@ -582,6 +582,23 @@ def device_times(mode: str, seed: int) -> dict[str, Any]:
     return noted
 
 
+def queued_before(mode: str, seed: int) -> dict[str, Any]:
+    """A side stream has still to write to a tensor when a budget opens, and the tensor is offloaded at once. An earlier budget
+    has made it, so that it is the pool's."""
+    _start(mode, seed)
+    options: dict[str, Any] = {"device": DEVICE, "quiet": True, "host": "16MB", "verify": False}
+    with memmgr.budget("16MB", **options):
+        x = torch.zeros(1 << 16).to(DEVICE)
+    given, side = torch.full((1 << 16,), 5.0).to(DEVICE), torch.Stream(DEVICE)
+    torch.accelerator.synchronize()
+    with side:
+        x.copy_(given)
+    with memmgr.budget("16MB", **options):
+        left = binding.load().take_away(x, 1)
+        torch.accelerator.current_stream().wait_stream(side)
+        return {"left": left, "found": x.cpu().unique().tolist()}
+
+
 def by_chance(mode: str, seed: int) -> dict[str, Any]:
     """Which results have a recipe, without and with deterministic algorithms."""
     _start(mode, seed)

@@ -42,6 +42,7 @@ CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unwound": ("managed", "unwound", LATE),
     "lengths": ("managed", "lengths", LATE),
     "device times": ("managed", "device_times", LATE),
+    "queued before": ("managed", "queued_before", LATE),
     "by chance": ("managed", "by_chance", LATE),
     "two devices": ("managed", "two_devices", LATE),
     "shared cell": ("managed", "shared_cell", {}),
@@ -235,6 +236,10 @@ def test_lengths_that_change(children: Any) -> None:
         assert run["digest"] == plain and run["refused_kinds"] == 0, how
         assert run["evictions"] + run["offloads"] > 0, how
     assert seen["evict"]["trials"] < seen["evict"]["recorded_ops"] / 10  # the budgets before it have tried enough
+
+
+def test_work_that_was_queued_before_the_budget_is_waited_for(children: Any) -> None:
+    assert children("queued before") == {"left": 1 << 18, "found": [5.0]}
 
 
 def test_a_plan_is_made_of_the_times_of_the_device(children: Any) -> None:

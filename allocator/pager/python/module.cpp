@@ -141,6 +141,8 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   let_callbacks_rest(true);
   see_this_thread(true);
   let_others_end_their_ops();
+  const WithoutGil released;
+  pool->settle();  // work on any stream that was queued before: no op of it was seen
 }
 
 // Returns the cells with references that keep them alive while the GIL is free.
