@@ -43,6 +43,8 @@ from memmgr.policies import Policy, parse_policy
 from memmgr.runtime.config import SILENT_SECONDS, Config, default_folder
 from memmgr.runtime.session import PagerRuntime
 
+from .keywords import known_keywords
+
 refuse_unknown()  # where torch has not loaded its entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 P = ParamSpec("P")
@@ -206,6 +208,7 @@ class budget:
     managed.
     """
 
+    @known_keywords("memmgr.budget")
     def __init__(
         self,
         limit: int | str | None,
@@ -455,6 +458,7 @@ def last() -> PagerRuntime | None:
     return _current or _last
 
 
+@known_keywords("memmgr.explain")
 def explain(top: int = 10) -> Explanation:
     """Explains the memory of the open budget: its holders now and at the peak, by module and by source line, and its leaks.
 
