@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memmgr.config.sizes import show_size
 
@@ -58,6 +58,23 @@ class Leak:
             f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}); "
             f"{size(self.bytes)} so far{away}"
         )
+
+    def row(self, module: str | None = None) -> dict[str, Any]:
+        """The leak in plain types, for a file: a figure that is not known is None.
+
+        Args:
+            module: the name of the module that made most of them.
+        """
+        return {
+            "file": self.line.file if self.line else None,
+            "line": self.line.line if self.line else None,
+            "bytes_per_step": round(self.bytes_per_pass),
+            "since_step": self.since_pass,
+            "bytes": self.bytes,
+            "absent_bytes": self.absent_bytes,
+            "ops": list(self.ops),
+            "module": module,
+        }
 
 
 @dataclass

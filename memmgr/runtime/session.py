@@ -376,6 +376,10 @@ class PagerRuntime:
             binary=self.config.binary,
         )
 
+    def leaks(self) -> list[dict[str, Any]]:
+        """The leaks that go on, the largest first, each as a row of figures."""
+        return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._leaks.found(self._lines.lines)]
+
     def leak_texts(self) -> list[str]:
         """A sentence about each of the largest leaks."""
         return [self._leak_text(leak) for leak in self._leaks.found(self._lines.lines)[:MOST_LEAKS]]
