@@ -358,12 +358,21 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "top.svg"
     with lines.served(4242, lines.lines(70)):
         assert cli.main(["top", "4242", "--picture", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(out) and "has ended" not in shown.err
     drawn = out.read_text()
     assert drawn.startswith("<svg") and "Net.first.1" in drawn and "budget" in drawn and "url(http" not in drawn
     assert "does not exist" in _fails_with(capsys, "--picture", str(tmp_path / "no" / "top.svg"))
     assert "does not end in .svg" in _fails_with(capsys, "--picture", str(tmp_path / "top.png"))
     assert "without --once" in _fails_with(capsys, "--once", "--picture", str(tmp_path / "top.svg"))
+
+
+def test_a_picture_of_a_budget_that_ends_before_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("textual", reason="the full screen is the extra `top`")
+    with lines.served(4242, lines.lines(12), hang_up=True):
+        assert cli.main(["top", "4242", "--picture", str(tmp_path / "top.svg")]) == 0
+    ended = "the budget of process 4242 has ended: the picture shows 12 samples, not 60"
+    assert capsys.readouterr().err.splitlines()[-1] == f"memmgr top: {ended}"
 
 
 def _fails_with(capsys: pytest.CaptureFixture[str], *words: str) -> str:
