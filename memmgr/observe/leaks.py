@@ -38,6 +38,8 @@ class Leak:
         line: the line that made most of them; None: it is not known.
         ops: the ops that made them.
         module: the number of the module that made most of them; 0: it is not known.
+        kept: the variable that keeps them, as in "in the list `losses` of train.py"; empty: it is not known; None: it was not
+            looked for.
     """
 
     bytes_per_pass: float
@@ -47,6 +49,7 @@ class Leak:
     line: SourceLine | None
     ops: tuple[str, ...]
     module: int = 0
+    kept: str | None = None
 
     def text(self, *, binary: bool = False, module: str | None = None) -> str:
         """One sentence, without its full stop. It calls a pass a step, as users do."""
@@ -54,8 +57,9 @@ class Leak:
         where = f"made at {self.line}" if self.line else "made at a line that is not known"
         made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")
         away = f", {size(self.absent_bytes)} of them evicted or offloaded" if self.absent_bytes else ""
+        kept = "" if self.kept is None else f", kept {self.kept or 'by a variable that is not known'}"
         return (
-            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}); "
+            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}){kept}; "
             f"{size(self.bytes)} so far{away}"
         )
 
