@@ -7,6 +7,7 @@ is an answer. Tensors that no object of Python refers to are looked for among th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import sys
@@ -62,8 +63,12 @@ class Keepers:
         if gc.get_freeze_count():
             gc.unfreeze()  # no search finds objects that `gc.freeze` has put aside
         self._until = time.monotonic() + SECONDS
+        with contextlib.suppress(Exception):  # an object of the program may do anything when its attributes are read
+            self._find(storages)
+
+    def _find(self, storages: Collection[int]) -> None:
         self._globals, self._locals = _globals(), _locals()
-        everything: list[torch.Tensor] = native.objects_of((torch.Tensor,))
+        everything: list[torch.Tensor] = self._native.objects_of((torch.Tensor,))
         wanted = [one for one in everything if self._storage(one) in storages]
         # Objects of this search refer to tensors, too.
         self._own = {id(everything), id(wanted)}

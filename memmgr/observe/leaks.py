@@ -78,6 +78,7 @@ class Leak:
             "absent_bytes": self.absent_bytes,
             "ops": list(self.ops),
             "module": module,
+            "kept": self.kept or None,
         }
 
 
@@ -129,6 +130,7 @@ class Leaks:
         self._before = native.passes_ended()
         self._ended = self._before
         self._ops: dict[str, _Growth] = {}
+        self._kept: dict[tuple[SourceLine | None, tuple[str, ...]], str | None] = {}
         self._lock = threading.Lock()  # the telemetry's thread reads
 
     def look(self) -> None:
@@ -147,6 +149,11 @@ class Leaks:
             growth = self._ops.setdefault(row["op"], _Growth())
             growth.take(self._ended, row["births"], row["bytes"])
             growth.away, growth.places = row["absent_bytes"], row["places"]
+
+    def keep(self, leaks: Sequence[Leak]) -> None:
+        """Notes the variables that keep these leaks, for later texts."""
+        with self._lock:
+            self._kept = {(leak.line, leak.ops): leak.kept for leak in leaks}
 
     def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
@@ -169,6 +176,7 @@ class Leaks:
             by_line.setdefault((line, "" if line else op), []).append((op, growth, module))
         leaks = []
         for (line, _), each in by_line.items():
+            ops = tuple(op for op, _, _ in each)
             leaks.append(
                 Leak(
                     bytes_per_pass=sum(g.rate for _, g, _ in each),
@@ -176,8 +184,9 @@ class Leaks:
                     absent_bytes=sum(min(g.away, g.bytes - g.before) for _, g, _ in each),
                     since_pass=min(g.first for _, g, _ in each) - self._before + 1,
                     line=line,
-                    ops=tuple(op for op, _, _ in each),
+                    ops=ops,
                     module=next((module for _, _, module in each if module), 0),
+                    kept=self._kept.get((line, ops)),
                 )
             )
         return sorted((leak for leak in leaks if leak.bytes_per_pass > 0), key=lambda leak: -leak.bytes_per_pass)

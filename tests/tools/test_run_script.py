@@ -124,12 +124,15 @@ def test_a_leak_is_in_the_summary_as_json(folder: Path) -> None:
     leaking = TRAIN.replace("range(4):\n    loss", "range(9):\n    y = model(x)\n    kept.append(y)\n    loss")
     leaking = leaking.replace("model(x).square()", "y.square()").replace("torch.manual_seed(0)", "kept = []")
     (folder / "leaks.py").write_text(leaking)
-    done = memmgr("run", "--quiet", "--json", "run.json", "--budget", "12MB", "leaks.py", cwd=folder)
+    done = memmgr("run", "--json", "run.json", "--budget", "12MB", "leaks.py", cwd=folder)
     assert done.returncode == 0, done.stderr
+    told = re.findall(r"^memmgr: a leak: .*$", done.stderr, re.MULTILINE)  # while it runs, and in the summary
+    assert len(told) == 2 and all("kept in the list `kept` of leaks.py; " in line for line in told), done.stderr
     (leak,) = json.loads((folder / "run.json").read_text())["leaks"]
     line = 1 + leaking.splitlines().index("    y = model(x)")
     assert (leak["file"], leak["line"], leak["ops"]) == ("leaks.py", line, ["aten::addmm"])
     assert (leak["bytes_per_step"], leak["since_step"]) == (1024 * 64 * 4, 1)
+    assert leak["kept"] == "in the list `kept` of leaks.py"
 
 
 @pytest.mark.parametrize("conf", ["", "quiet:on"])

@@ -294,6 +294,29 @@ def test_a_leak_that_c_code_keeps_is_not_given_a_variable() -> None:
     assert results and all(holder.kept == "" for holder in results), results
 
 
+class _Proxy:
+    """As a proxy of a web framework outside of a request: every look at it fails."""
+
+    def __init__(self, held: list[torch.Tensor]) -> None:
+        object.__setattr__(self, "held", held)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("outside of a request")
+
+
+def test_an_object_that_cannot_be_looked_at_ends_no_budget() -> None:
+    proxies: list[Any] = []
+    found = None
+    with memmgr.budget(None, device="cpu", quiet=True):
+        for _ in range(9):
+            y = nn.Parameter(torch.randn(64, 256)) * 2
+            y.sum().backward()
+            proxies.append(_Proxy([y]))
+        del y
+        found = memmgr.explain()
+    assert found.leaks and proxies
+
+
 def test_the_telemetrys_explanation_looks_for_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made again and again while a log is written."""
     monkeypatch.setattr(holdings, "Keepers", None)
