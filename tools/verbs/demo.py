@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     picture = _picture(args.out) if plot.available() else None
     others = OtherWork()
     results = _train(base, args.budgets, args.policy)
-    busy = others.line("times are too long, and a ratio may be some per cent off; bits and memory do not depend on it")
+    busy = others.line("times are too long and ratios are uncertain; bits and memory do not depend on it")
     for line in busy:
         print(line, file=sys.stderr)
     if args.quick:
