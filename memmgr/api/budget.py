@@ -43,6 +43,8 @@ from memmgr.policies import Policy, parse_policy
 from memmgr.runtime.config import SILENT_SECONDS, Config, default_folder
 from memmgr.runtime.session import PagerRuntime
 
+from .keywords import known_keywords
+
 refuse_unknown()  # where torch has not loaded its entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 P = ParamSpec("P")
@@ -207,6 +209,7 @@ class budget:
     managed.
     """
 
+    @known_keywords("memmgr.budget")
     def __init__(
         self,
         limit: int | str | None,
@@ -456,11 +459,13 @@ def last() -> PagerRuntime | None:
     return _current or _last
 
 
+@known_keywords("memmgr.explain")
 def explain(top: int = 10) -> Explanation:
     """Explains the memory of the open budget: its holders now and at the peak, by module and by source line, and its leaks.
 
     `print(memmgr.explain())` shows tables. A leak is memory that outlives its pass in one pass after the other; after five
-    of them it is in `leaks`, with its line.
+    of them it is in `leaks`, with its line, and with the variable that keeps its oldest tensors now. The largest holders have
+    theirs as well, where it is known: a global or local variable, an attribute, a closure, a class, or autograd for these.
 
     Args:
         top: rows that each table shows.
@@ -471,7 +476,9 @@ def explain(top: int = 10) -> Explanation:
     Known limitations: tensors under 64 KiB are one sum. Lines are recorded in the first two passes and then in ever fewer,
     unless `budget(lines=True)` asks for all; a tensor of another pass has the lines of those like it, which may be several.
     A tensor that a backward made has the line that called it. Parameters that are older than the budget have no line. Without
-    `budget(lines=True)`, a log or a reader, the module of an activation is the function that its line is in.
+    `budget(lines=True)`, a log or a reader, the module of an activation is the one whose method its line is in; of several such
+    modules the name has a star (`GPT.blocks.*`). References that C++ code holds are not seen. The search for variables ends after
+    three seconds.
     """
     if _current is None:
         ended = "the last one is closed, and its tensors are not followed any longer (`memmgr.stats()` has its figures)"

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from . import budget as budgets
+from .keywords import known_keywords
 
 
 class ManagedTensor(torch.Tensor):
@@ -80,6 +81,7 @@ class ManagedTensor(torch.Tensor):
         return out
 
 
+@known_keywords("memmgr.manage")
 def manage(tensor: torch.Tensor) -> ManagedTensor:
     """Hands a tensor over: between uses its bytes live in the tier below, and any op restores them.
 

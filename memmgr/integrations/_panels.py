@@ -79,7 +79,9 @@ def log_panels(writer: Any, step: int, prefix: str = "memmgr/", top: int = 10) -
     history = _histories.setdefault(runtime, {}).setdefault(id(writer), _History())
     stats = runtime.stats()
     history.add(step, stats)
-    holders = runtime.explain(top).now[:top] if runtime is current() else ()
+    holders = (
+        runtime.explain(0).now[:top] if runtime is current() else ()
+    )  # 0: no search for the variables that keep them
     draw(writer, history, step, prefix, why_slow(stats), holders)
 
 

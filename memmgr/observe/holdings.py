@@ -6,15 +6,18 @@ import functools
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from memmgr.common.constants import Purpose
 from memmgr.config.sizes import show_size
 
+from .keepers import Keepers
 from .leaks import Leak
 from .memory_inventory import loader_kinds
-from .qualified_names import Named, by_storage
+from .qualified_names import ModulesOfLines, Named, by_storage
 from .roles import OWNERS
 from .source_lines import SourceLine
 from .variable_names import by_variable
@@ -34,6 +37,9 @@ LOADS = ("", "aten::stack", "aten::cat", "aten::_to_copy", "aten::copy_", "aten:
 IN_BACKWARD, UNKNOWN_MODULE, NO_MODULE = "(backward)", "(not recorded)", "(loaded or older data)"
 LEAST_WIDTH = 12
 """No column of a table is made narrower, so that a table fits the terminal."""
+OLDER = "made by no op"
+SOUGHT = 2
+"""So many of a leak's oldest tensors are looked for among the program's variables."""
 UNKNOWN_LINE, NO_LINE = "(line not recorded)", "(made by no op of this budget)"
 
 if TYPE_CHECKING:
@@ -56,6 +62,9 @@ class Holder:
         absent_bytes: of these, bytes that are evicted or offloaded.
         count: tensors.
         by_op: an op of this budget made them. Others are older, or are data that was loaded.
+        kept: of the largest results and of those of backward, the variables that keep them now, as in "in the list `losses` of
+            train.py"; empty: not known, or not looked for.
+        storages: the addresses of their storages.
     """
 
     kind: str
@@ -66,6 +75,8 @@ class Holder:
     absent_bytes: int
     count: int
     by_op: bool = True
+    kept: str = ""
+    storages: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def where(self) -> str:
@@ -118,6 +129,8 @@ class Explanation:
                 for h in holders[: self.top]
             ]
             lines += _table(("bytes", "", "tensors", "kind", "name", "module", "line"), rows, columns)
+            told = ((h.name + (f" of {h.where}" if h.lines else ""), h.kept) for h in holders[: self.top] if h.kept)
+            lines += [f"  {tensors}: kept {kept}" for tensors, kept in told]
             for name, sums in (("module", self.by_module(peak=peak)), ("line", self.by_line(peak=peak))):
                 most = list(sums.items())[: self.top]
                 parts = [(size(count), f"{count / max(whole, 1):.0%}", text) for text, count in most]
@@ -172,12 +185,16 @@ class HolderTables:
             for row in now
             if row["op"].partition(".")[0] in (LOADS if loading else ("",)) and row["storage"] in variables
         }
+        modules = ModulesOfLines(each for each in owners if isinstance(each, torch.nn.Module))
         lines = self._lines()
         made = _lines_of_like(lines, [*now, *peak])
+        holders = self._holders(now, names, data, modules, lines, made, ended=True)
+        if top:
+            leaks, holders = self._with_keepers(leaks, holders, now, lines, top)
         texts = tuple(leak.text(binary=binary, module=self._module(leak.module)) for leak in leaks)
         return Explanation(
-            self._holders(now, names, data, lines, made, ended=True),
-            self._holders(peak, names, data, lines, made, ended=False),
+            holders,
+            self._holders(peak, names, data, modules, lines, made, ended=False),
             tuple(leaks),
             small_bytes,
             top,
@@ -185,11 +202,51 @@ class HolderTables:
             texts,
         )
 
+    def with_keepers(self, leaks: Sequence[Leak]) -> Sequence[Leak]:
+        """The leaks with the variables that keep them: a fraction of a second, three at most."""
+        return self._with_keepers(leaks, (), self._native.living(), self._lines(), 0)[0] if leaks else leaks
+
+    def _with_keepers(
+        self,
+        leaks: Sequence[Leak],
+        holders: tuple[Holder, ...],
+        rows: Sequence[LivingCell],
+        lines: Sequence[SourceLine | None],
+        top: int,
+    ) -> tuple[Sequence[Leak], tuple[Holder, ...]]:
+        """Both with the variables that keep them: of each leak the oldest tensors are looked for, of a holder some."""
+        of_leaks = [self._oldest(leak, rows, lines) for leak in leaks]
+        # Model states have names, and so has data that a variable of this thread holds.
+        wanted = {
+            i for i, h in enumerate(holders[:top]) if h.kind in (RESULT, BACKWARD) or (h.kind == DATA and not h.by_op)
+        }
+        of_holders = {
+            i: _some(holders[i].storages) for i in wanted if holders[i].kind != DATA or holders[i].name == OLDER
+        }
+        keepers = Keepers(self._native, {s for each in (*of_leaks, *of_holders.values()) for s in each})
+        told = [replace(leak, kept=_together(keepers, each)) for leak, each in zip(leaks, of_leaks, strict=True)]
+        kept = {i: _together(keepers, each) for i, each in of_holders.items()}
+        return told, tuple(replace(h, kept=kept.get(i, "")) for i, h in enumerate(holders))
+
+    def _oldest(self, leak: Leak, rows: Iterable[LivingCell], lines: Sequence[SourceLine | None]) -> list[int]:
+        """Storages of a leak's first tensors: the last ones may have other variables, which the next step frees."""
+        since = self._first + leak.since_pass - 1
+        like = [
+            row
+            for row in rows
+            if row["op"] in leak.ops
+            and row["birth"] >= since
+            and row["storage"]
+            and (not row["line"] or leak.line is None or lines[row["line"]] == leak.line)
+        ]
+        return [row["storage"] for row in sorted(like, key=lambda row: row["birth"])[:SOUGHT]]
+
     def _holders(
         self,
         rows: Iterable[LivingCell],
         names: Mapping[int, Named],
         data: Mapping[int, tuple[str, str]],
+        modules: ModulesOfLines,
         lines: Sequence[SourceLine | None],
         made: Mapping[tuple[str, int], tuple[SourceLine, ...]],
         *,
@@ -210,19 +267,34 @@ class HolderTables:
             else:
                 kind = KINDS.get(Purpose(row["purpose"])) or (BACKWARD if backward else RESULT if op else DATA)
                 kind = RECIPES if ended and not row["storage"] else kind
-                text = op.removeprefix("aten::") or "made by no op"
+                text = op.removeprefix("aten::") or OLDER
                 kind, text = data.get(row["serial"], (kind, text)) if kind in (DATA, RESULT) else (kind, text)
-                where = (
-                    IN_BACKWARD
-                    if backward
-                    else self._module(row["module"]) or (at[0].place if len(at) == 1 else UNKNOWN_MODULE)
-                )
+                where = IN_BACKWARD if backward else self._module(row["module"]) or _place(modules, at)
                 where = where if op else NO_MODULE
-            one = Holder(kind, text, where, at, size, size if row["absent"] else 0, 1, bool(op))
+            absent = size if row["absent"] else 0
+            one = Holder(kind, text, where, at, size, absent, 1, bool(op), storages=(row["storage"],))
             key = kind, text, where, at
             sum_ = found.get(key)
             found[key] = one if sum_ is None else _added(sum_, one)
         return tuple(sorted(found.values(), key=lambda holder: -holder.bytes))
+
+
+def _place(modules: ModulesOfLines, at: tuple[SourceLine, ...]) -> str:
+    """The module of a line, or its function, where no module was recorded."""
+    if len(at) != 1:
+        return UNKNOWN_MODULE
+    return modules.name(at[0]) or at[0].place
+
+
+def _some(storages: Sequence[int]) -> list[int]:
+    """The first, one of the middle and the last."""
+    there = [storage for storage in storages if storage]
+    return list(dict.fromkeys(there[place] for place in (0, len(there) // 2, -1))) if there else []
+
+
+def _together(keepers: Keepers, storages: Iterable[int]) -> str:
+    """The keepers of all of them that are known."""
+    return " and ".join(dict.fromkeys(filter(None, map(keepers.of, storages))))
 
 
 def _added(one: Holder, other: Holder) -> Holder:
@@ -231,6 +303,7 @@ def _added(one: Holder, other: Holder) -> Holder:
         bytes=one.bytes + other.bytes,
         absent_bytes=one.absent_bytes + other.absent_bytes,
         count=one.count + other.count,
+        storages=one.storages + other.storages,
     )
 
 

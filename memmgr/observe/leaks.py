@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memmgr.config.sizes import show_size
 
@@ -38,6 +38,8 @@ class Leak:
         line: the line that made most of them; None: it is not known.
         ops: the ops that made them.
         module: the number of the module that made most of them; 0: it is not known.
+        kept: the variable that keeps them, as in "in the list `losses` of train.py"; empty: it is not known; None: it was not
+            looked for.
     """
 
     bytes_per_pass: float
@@ -47,6 +49,7 @@ class Leak:
     line: SourceLine | None
     ops: tuple[str, ...]
     module: int = 0
+    kept: str | None = None
 
     def text(self, *, binary: bool = False, module: str | None = None) -> str:
         """One sentence, without its full stop. It calls a pass a step, as users do."""
@@ -54,10 +57,29 @@ class Leak:
         where = f"made at {self.line}" if self.line else "made at a line that is not known"
         made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")
         away = f", {size(self.absent_bytes)} of them evicted or offloaded" if self.absent_bytes else ""
+        kept = "" if self.kept is None else f", kept {self.kept or 'by a variable that is not known'}"
         return (
-            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}); "
+            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}){kept}; "
             f"{size(self.bytes)} so far{away}"
         )
+
+    def row(self, module: str | None = None) -> dict[str, Any]:
+        """The leak in plain types, for a file: a figure that is not known is None.
+
+        Args:
+            module: the name of the module that made most of them.
+        """
+        return {
+            "file": self.line.file if self.line else None,
+            "line": self.line.line if self.line else None,
+            "bytes_per_step": round(self.bytes_per_pass),
+            "since_step": self.since_pass,
+            "bytes": self.bytes,
+            "absent_bytes": self.absent_bytes,
+            "ops": list(self.ops),
+            "module": module,
+            "kept": self.kept or None,
+        }
 
 
 @dataclass
@@ -108,6 +130,7 @@ class Leaks:
         self._before = native.passes_ended()
         self._ended = self._before
         self._ops: dict[str, _Growth] = {}
+        self._kept: dict[tuple[SourceLine | None, tuple[str, ...]], str | None] = {}
         self._lock = threading.Lock()  # the telemetry's thread reads
 
     def look(self) -> None:
@@ -126,6 +149,11 @@ class Leaks:
             growth = self._ops.setdefault(row["op"], _Growth())
             growth.take(self._ended, row["births"], row["bytes"])
             growth.away, growth.places = row["absent_bytes"], row["places"]
+
+    def keep(self, leaks: Sequence[Leak]) -> None:
+        """Notes the variables that keep these leaks, for later texts."""
+        with self._lock:
+            self._kept = {(leak.line, leak.ops): leak.kept for leak in leaks}
 
     def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
@@ -148,6 +176,7 @@ class Leaks:
             by_line.setdefault((line, "" if line else op), []).append((op, growth, module))
         leaks = []
         for (line, _), each in by_line.items():
+            ops = tuple(op for op, _, _ in each)
             leaks.append(
                 Leak(
                     bytes_per_pass=sum(g.rate for _, g, _ in each),
@@ -155,8 +184,9 @@ class Leaks:
                     absent_bytes=sum(min(g.away, g.bytes - g.before) for _, g, _ in each),
                     since_pass=min(g.first for _, g, _ in each) - self._before + 1,
                     line=line,
-                    ops=tuple(op for op, _, _ in each),
+                    ops=ops,
                     module=next((module for _, _, module in each if module), 0),
+                    kept=self._kept.get((line, ops)),
                 )
             )
         return sorted((leak for leak in leaks if leak.bytes_per_pass > 0), key=lambda leak: -leak.bytes_per_pass)

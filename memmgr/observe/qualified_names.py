@@ -6,8 +6,9 @@ outermost class out, as `named_parameters` does, unless several models have para
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from memmgr.common.constants import Purpose
 
 from .roles import plain
+from .source_lines import SourceLine, show
 
 if TYPE_CHECKING:
     from memmgr.native._pager import Pager, StorageInfo
@@ -74,6 +76,43 @@ class ModulePaths:
     def name(self, module: torch.nn.Module) -> str:
         """Both as one: `GPT.blocks.1.ff`."""
         return ".".join(filter(None, self.path(module)))
+
+
+class ModulesOfLines:
+    """The modules whose methods have a source line.
+
+    Args:
+        modules: all that live.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = list(modules)
+        self._names: dict[tuple[str, str], str | None] = {}
+
+    def name(self, line: SourceLine) -> str | None:
+        """`GPT.head`; where several modules run the line `GPT.blocks.*`; None: the line is in no method of a module."""
+        key = line.file, line.function
+        if key not in self._names:
+            has = {kind: _has_method(kind, line) for kind in set(map(type, self._modules))}
+            found = [module for module in self._modules if has[type(module)]]
+            paths = ModulePaths(self._modules) if found else None
+            self._names[key] = None if paths is None else _common([paths.name(module) for module in found])
+        return self._names[key]
+
+
+def _has_method(kind: type, line: SourceLine) -> bool:
+    method = inspect.getattr_static(kind, line.function.rpartition(".")[2], None)
+    code = getattr(inspect.unwrap(method) if callable(method) else None, "__code__", None)
+    name = getattr(code, "co_qualname", None)  # Python 3.10 has none
+    return code is not None and name == line.function and show(code.co_filename) == line.file
+
+
+def _common(names: Sequence[str]) -> str:
+    """One name for all, with a star where they differ."""
+    parts = [name.split(".") for name in names]
+    if len({len(each) for each in parts}) > 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    return ".".join(each[0] if len(set(each)) == 1 else "*" for each in zip(*parts, strict=True))
 
 
 def named_tensors(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[tuple[Named, torch.Tensor]]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from memmgr.common.say import say
-from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
+from memmgr.config.conf import parse_conf
+from memmgr.config.sizes import UNLIMITED, is_binary, show_seconds, show_size
 
 from .advice import fixed_memory, own_checkpointing
 
@@ -143,10 +144,31 @@ def next_command(log: str | os.PathLike[str] | None) -> str:
     return "where the time and the memory went:  memmgr report " + shlex.quote(os.fspath(log))
 
 
+def too_small(error: BaseException | None, given: str | None) -> str:
+    """The command that works where the budget of MEMMGR_BUDGET was too small; empty where that is not the reason.
+
+    Args:
+        error: the exception that ended the program.
+        given: MEMMGR_BUDGET; None: the budget is not the variable's.
+    """
+    raised: Any = error  # its class is not imported here: torch would be, too
+    if given is None or type(error).__name__ != "BudgetError" or raised.tier_bytes:
+        return ""
+    budget = show_size(raised.enough_bytes, binary=is_binary(given)).replace(" ", "")  # it is rounded up already
+    alone = "RANK" not in os.environ  # a rank's command is the launcher's
+    command = shlex.join(sys.orig_argv) if alone else "the same command"
+    return f"the budget was too small. Next:  MEMMGR_BUDGET={budget} {command}"
+
+
 @atexit.register  # at the import, so after all budgets have closed; once, however many there were
 def _say_next() -> None:
-    if says_next and _next and os.getpid() == _process:
-        print(f"memmgr: {_next}", file=sys.stderr)
+    if not says_next or os.getpid() != _process:
+        return
+    text = too_small(getattr(sys, "last_value", None), os.environ.get("MEMMGR_BUDGET"))
+    if text and parse_conf(os.environ.get("MEMMGR_CONF", "")).get("quiet", False):
+        return
+    if text or _next:
+        print(f"memmgr: {text or _next}", file=sys.stderr)
 
 
 def fragmentation(arena: dict[str, Any]) -> float:

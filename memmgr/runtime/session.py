@@ -339,6 +339,8 @@ class PagerRuntime:
             if self._file is not None:
                 then.callback(self._file.close)
             try:
+                if self._open:
+                    self._name_keepers()
                 if self._open and not failed:
                     self._purposes.look_for_new()
             finally:
@@ -402,6 +404,10 @@ class PagerRuntime:
             binary=self.config.binary,
         )
 
+    def leaks(self) -> list[dict[str, Any]]:
+        """The leaks that go on, the largest first, each as a row of figures."""
+        return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._leaks.found(self._lines.lines)]
+
     def leak_texts(self) -> list[str]:
         """A sentence about each of the largest leaks."""
         return [self._leak_text(leak) for leak in self._leaks.found(self._lines.lines)[:MOST_LEAKS]]
@@ -414,7 +420,12 @@ class PagerRuntime:
         for leak in self._leaks.found(self._lines.lines)[:1]:
             if leak.bytes >= TOLD_LEAK * self.plans.limit_bytes:
                 self._told_leak = True
-                say(self._leak_text(leak))
+                self._name_keepers()
+                say(self.leak_texts()[0])
+
+    def _name_keepers(self) -> None:
+        """Looks for the variables that keep the tensors of the leaks, where there are some."""
+        self._leaks.keep(self._holder_tables.with_keepers(self._leaks.found(self._lines.lines)))
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""

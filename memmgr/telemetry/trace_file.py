@@ -22,6 +22,11 @@ ABOUT = ("rank", "world_size", "job", "host")
 """Facts about the process that the head may contain: its rank of how many, in which job, on which machine."""
 
 
+def ops_run(trace: Trace) -> int:
+    """The ops of the program in a trace, without its constants and its times between ops."""
+    return sum(op.kind is not OpKind.CONSTANT and not op.name.startswith("(") for op in trace.ops)
+
+
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any] | None = None) -> None:
     """Writes a whole trace.
 

@@ -1,7 +1,9 @@
 """Sizes as people write them, the arguments of `budget` that are not ones, and figures of the machine."""
 
+import inspect
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -273,6 +275,31 @@ def test_bad_arguments_are_found_before_anything_opens(options: dict[str, Any], 
         assert word in str(caught.value)
     with memmgr.budget("8GB", quiet=True):
         pass  # nothing of the bad one is left open
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: memmgr.budget("1GB", polcy="auto"), "memmgr.budget() has no argument 'polcy'; did you mean 'policy'?"),
+        (
+            lambda: memmgr.budget(None, throttle=1),
+            "memmgr.budget() has no argument 'throttle'; it has limit, device, host",
+        ),
+        (lambda: memmgr.explain(tpo=3), "memmgr.explain() has no argument 'tpo'; did you mean 'top'?"),
+        (lambda: memmgr.manage(tensr=1), "memmgr.manage() has no argument 'tensr'; did you mean 'tensor'?"),
+    ],
+)
+def test_unknown_argument_is_an_error_that_names_the_near_one(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value).startswith(text) and "\n" not in str(caught.value) and "_throttle" not in str(caught.value)
+
+
+def test_signatures_remain_visible() -> None:
+    assert (
+        "policy" in inspect.signature(memmgr.budget).parameters
+        and "top" in inspect.signature(memmgr.explain).parameters
+    )
 
 
 def test_percent_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,9 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "memmgr simulate run.trace" in done.stderr
     names = [op.name for _, op in program(read_trace(tmp_path / "run.trace"))]
     assert names[:2] == ["aten::exp", "aten::sum"]
+    everything = [op.name for op in read_trace(tmp_path / "run.trace").ops]
+    ops = [name for name in everything if name.startswith("aten::")]
+    assert "(between ops)" in everything and f"run.trace: {len(ops)} ops, " in done.stderr
     capfd.readouterr()
     assert cli.main(["simulate", str(tmp_path / "run.trace"), "--ratio", "1", "--json"]) == 0
     assert '"feasible": true' in capfd.readouterr().out

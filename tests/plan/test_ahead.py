@@ -1,5 +1,6 @@
 """Steps on fake tensors: the trace is the one of a live run, and a step that cannot be traced is an error."""
 
+import copy
 import importlib
 import re
 from collections import Counter
@@ -134,6 +135,41 @@ def test_a_batch_that_numpy_makes_counts_from_its_first_use() -> None:
     trace = record(make, accelerator=False).trace(BARE)
     batch = 4096 * 512 * 4
     assert trace.unmanaged_peak[0] == pytest.approx(2 * batch + 512 * 512 * 4, rel=0.01)
+
+
+def test_result_that_outlives_its_backward_is_not_in_the_next_period() -> None:
+    """It is freed among the optimizer's ops, which are too small to be in the trace."""
+
+    def make() -> Callable[[], object]:
+        model, x = nn.Linear(8, 8), torch.randn(8192, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            y = model(x)
+            y.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    trace = record(make, accelerator=False).trace(BARE)
+    assert kind_of(trace)
+    assert trace.unmanaged_peak[0] == pytest.approx(live_peak(make), rel=0.01)
+
+
+def test_deepcopy_of_a_fake_layer_warns_of_nothing(
+    recwarn: pytest.WarningsRecorder, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.set_warn_always(False))
+    torch.set_warn_always(True)  # else once a process
+
+    def make() -> Callable[[], object]:
+        layer = copy.deepcopy(nn.Linear(256, 256))
+        x = torch.randn(256, 256)
+        return lambda: layer(x).sum().backward()
+
+    record(make, accelerator=False)
+    assert not list(recwarn)
 
 
 def test_no_bytes_are_needed() -> None:

@@ -110,6 +110,10 @@ def test_it_answers_for_a_device(what: str, capsys: pytest.CaptureFixture[str], 
 def test_budgets_are_read_as_everywhere(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--device", "t4", "--budget", "auto", what)
     assert found["overhead"] <= 1.1 and round(100 * found["budget_bytes"] / found["unmanaged_peak_bytes"]) % 5 == 0
+    share = planned(capsys, "--device", "t4", "--ratio", "60%", what)
+    assert share == planned(capsys, "--device", "t4", "--budget", "need*0.6", what)
+    assert "leave one out" in refused(capsys, "--device", "t4", "--ratio", "0.6", "--budget", "1GB", what)
+    assert "--sweep has budgets of its own" in refused(capsys, "--device", "t4", "--ratio", "0.6", "--sweep", what)
     for text, says in (
         ("atuo", "did you mean 'auto'?"),
         ("12", "was 12GB meant?"),
@@ -305,7 +309,7 @@ def test_a_folder_that_has_no_language_model(config: str, tmp_path: Path, capsys
         (("--optimizer", "adamw"), "--optimizer is of a folder with a config, and "),
         (("--dtype", "float16"), "--dtype is of a folder with a config, and "),
         (("--checkpointing",), "--checkpointing is of a folder with a config, and "),
-        (("--sweep", "--budget", "1GB"), "--sweep has budgets of its own: leave --budget out"),
+        (("--sweep", "--budget", "1GB"), "--sweep has budgets of its own: leave --budget and --ratio out"),
         (("--sweep", "--device", "t4,l4", "--trace", "x"), "--trace is of one device"),
         (("--tier", "moon:1GB"), "--tier: 'moon:1GB' is neither host:SIZE"),
         (("--tier", "host:much"), "--tier: cannot read 'much' as a size"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +18,7 @@ import pytest
 from memmgr.tools import cli
 from memmgr.tools.bench import runs
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec
-from memmgr.tools.common import console
+from memmgr.tools.common import console, other_work
 from memmgr.tools.verbs import demo
 from memmgr.tools.view import plot
 
@@ -65,6 +67,36 @@ def test_all_as_promised(fake: Callable[..., int], capsys: pytest.CaptureFixture
     assert "[40/40]" in shown.err
     if plot.available():
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("seconds", "busy"), [(0.4, False), (8.0, True)])
+def test_other_programs_at_work_are_reported_with_their_effect(
+    fake: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    busy: bool,
+) -> None:
+    """The cores have 20 seconds: two of them, ten each."""
+    monkeypatch.setattr(other_work.os, "sched_getaffinity", lambda pid: {0, 1})
+    others, clock = iter([100.0, 100.0 + seconds]), iter([5.0, 15.0])
+    monkeypatch.setattr(other_work, "_seconds_of_others", lambda: next(others))
+    monkeypatch.setattr(other_work, "perf_counter", lambda: next(clock))
+    assert fake() == 0
+    told = "the machine was busy: other programs took 40% of its cores' time, so times are too long"
+    assert (told in capsys.readouterr().err) is busy
+
+
+def test_own_work_is_not_that_of_other_programs() -> None:
+    begun = other_work._own_seconds()
+    spins = "import sys, time\nwhile time.process_time() < 1: pass\nprint(flush=True)\nsys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", spins], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    alive = other_work._own_seconds() - begun
+    child.communicate()
+    ended = other_work._own_seconds() - begun
+    assert alive > 0.9 and ended > 0.9
 
 
 def test_the_time_left_is_that_of_the_steps_so_far(

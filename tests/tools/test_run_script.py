@@ -113,10 +113,46 @@ def test_a_summary_as_json_has_the_same_keys_for_each_run(folder: Path) -> None:
     assert set(trained) == set(idle) == set(failed) and set(trained["stats"]) == set(idle["stats"])
     assert trained["stats"]["passes"] == 4 and trained["budget"] == "8MB" and trained["stats"]["budget_bytes"] == 8e6
     assert trained["slowdown_at_least"] >= 1 and trained["error"] is None and trained["advice"]
+    assert trained["leaks"] == idle["leaks"] == []
     assert trained["floor_bytes"] == trained["stats"]["floor_bytes"] > 0
     assert set(idle["stats"].values()) == {None} and idle["lost"] is None and idle["budget"] is None
     assert failed["error"] == "ValueError: no" and failed["stats"]["budget_bytes"] is None
     assert failed["stats"]["passes"] == 4 and failed["slowdown_at_least"] is None
+
+
+def test_a_leak_is_in_the_summary_as_json(folder: Path) -> None:
+    leaking = TRAIN.replace("range(4):\n    loss", "range(9):\n    y = model(x)\n    kept.append(y)\n    loss")
+    leaking = leaking.replace("model(x).square()", "y.square()").replace("torch.manual_seed(0)", "kept = []")
+    (folder / "leaks.py").write_text(leaking)
+    done = memmgr("run", "--json", "run.json", "--budget", "12MB", "leaks.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"^memmgr: a leak: .*$", done.stderr, re.MULTILINE)  # while it runs, and in the summary
+    assert len(told) == 2 and all("kept in the list `kept` of leaks.py; " in line for line in told), done.stderr
+    (leak,) = json.loads((folder / "run.json").read_text())["leaks"]
+    line = 1 + leaking.splitlines().index("    y = model(x)")
+    assert (leak["file"], leak["line"], leak["ops"]) == ("leaks.py", line, ["aten::addmm"])
+    assert (leak["bytes_per_step"], leak["since_step"]) == (1024 * 64 * 4, 1)
+    assert leak["kept"] == "in the list `kept` of leaks.py"
+
+
+@pytest.mark.parametrize("conf", ["", "quiet:on"])
+@pytest.mark.parametrize("budget", ["400kB", "2MB", "2MiB"])
+def test_too_small_a_budget_of_the_variable_ends_with_the_command_that_works(
+    folder: Path, plain_bits: str, budget: str, conf: str
+) -> None:
+    """400 kB is less than the parameters, so that budget does not even open."""
+    variables = {**os.environ, "MEMMGR_BUDGET": budget, "MEMMGR_CONF": conf}
+    done = python("train.py", cwd=folder, env=variables)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "BudgetError" in done.stderr
+    if conf:
+        assert "Next:" not in done.stderr
+        return
+    named = re.fullmatch(r"memmgr: the budget was too small\. Next:  MEMMGR_BUDGET=(\S+) (\S+) train\.py", last)
+    assert named and named[2] == sys.executable, done.stderr
+    assert f"budget of {named[1]}" in re.sub(r"(?<=\d) (?=[kMG])", "", done.stderr)
+    again = python("train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": named[1]})
+    assert again.returncode == 0 and _bits(again) == plain_bits and "Next:" not in again.stderr, again.stderr
 
 
 def test_the_first_op_is_not_taken_for_what_its_kernel_does(folder: Path, plain_bits: str) -> None:

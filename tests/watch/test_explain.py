@@ -7,7 +7,8 @@ import inspect
 import linecache
 import sys
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 
 import memmgr
+from memmgr.api import budget as budgets
 from memmgr.native import binding as native
+from memmgr.observe import holdings
 from memmgr.observe.holdings import Explanation
 from memmgr.observe.leaks import PASSES, Leaks
 from memmgr.observe.source_lines import show
@@ -177,6 +180,164 @@ def test_a_leak_is_told_within_ten_steps_with_its_line() -> None:
     assert leak.bytes_per_pass == 256 * 64 * 4
     assert leak.since_pass == 1
     assert "a leak: +65.5 kB a step since step 1, made at " in str(found)
+
+
+class _Recorder:
+    everything: list[torch.Tensor] = []  # noqa: RUF012  # the leak that is looked for
+
+    def __init__(self) -> None:
+        self.history: list[torch.Tensor] = []
+        self.by_step: dict[int, dict[str, torch.Tensor]] = {}
+        self.last: torch.Tensor | None = None
+
+
+class _Slots:
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: deque[torch.Tensor] = deque()
+
+
+LOSSES: list[torch.Tensor] = []
+RECORDER = _Recorder()
+SLOTS = _Slots()
+HERE = show(__file__)
+
+
+def _adder() -> Callable[[torch.Tensor | None], None]:
+    kept: list[torch.Tensor] = []
+
+    def add(y: torch.Tensor | None) -> None:
+        kept.clear() if y is None else kept.append(y)
+
+    return add
+
+
+ADD = _adder()
+
+
+def _consumer() -> Generator[None, torch.Tensor | None, None]:
+    seen: list[torch.Tensor] = []
+    while True:
+        y = yield
+        seen.clear() if y is None else seen.append(y)
+        del y
+
+
+CONSUMER = _consumer()
+next(CONSUMER)
+KEPT: dict[str, tuple[Callable[[list[torch.Tensor], torch.Tensor], object], str]] = {
+    "global": (lambda mine, y: LOSSES.append(y), f"in the list `LOSSES` of {HERE}"),
+    "local": (lambda mine, y: mine.append(y), "in the list `mine` of _kept()"),
+    "attribute": (lambda mine, y: RECORDER.history.append(y), f"in the list `RECORDER.history` of {HERE}"),
+    "slot": (lambda mine, y: SLOTS.kept.append(y), f"in the deque `SLOTS.kept` of {HERE}"),
+    "dict": (
+        lambda mine, y: RECORDER.by_step.setdefault(7, {}).update({str(len(RECORDER.by_step[7])): y}),
+        f"in the dict `RECORDER.by_step[7]` of {HERE}",
+    ),
+    "class": (lambda mine, y: _Recorder.everything.append(y), "in the list `_Recorder.everything` of "),
+    "closure": (lambda mine, y: ADD(y), "in the list `kept` of the closure _adder.<locals>.add()"),
+    "generator": (lambda mine, y: CONSUMER.send(y), "in the list `seen` of the generator _consumer()"),
+    "view": (lambda mine, y: mine.append(y.detach()[:1]), "in the list `mine` of _kept()"),
+    "autograd": (
+        lambda mine, y: mine.append(y.square().mean()),
+        "by autograd, for tensors in the list `mine` of _kept()",
+    ),
+}
+
+
+@pytest.fixture
+def nothing_stays() -> Iterator[None]:
+    yield
+    for kept in (LOSSES, RECORDER.history, RECORDER.by_step, SLOTS.kept, _Recorder.everything):
+        kept.clear()
+    ADD(None)
+    CONSUMER.send(None)
+
+
+def _kept(case: str) -> Explanation:
+    hold = KEPT[case][0]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    mine: list[torch.Tensor] = []
+    with memmgr.budget(None, device="cpu", quiet=True):
+        for _ in range(9):
+            y = model(torch.randn(256, 64))
+            y.sum().backward(retain_graph=case == "autograd")
+            hold(mine, y)
+        del y
+        return memmgr.explain()
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("case", KEPT)
+def test_a_leak_has_the_variable_that_keeps_it(case: str) -> None:
+    where = KEPT[case][1]
+    found = _kept(case)
+    assert found.leaks and all(leak.kept is not None for leak in found.leaks)
+    leak = next(leak for leak in found.leaks if "aten::addmm" in leak.ops)
+    assert leak.kept is not None and leak.kept.startswith(where), leak
+    assert f" (addmm), kept {where}" in str(found) or f", kept {where}" in str(found)
+    holder = next(holder for holder in found.now if holder.name == "addmm")
+    assert where in holder.kept and f"kept {where}" in str(found)
+
+
+def test_a_leak_that_c_code_keeps_is_not_given_a_variable() -> None:
+    """A node of autograd in C++ refers to the tensor, and only its own next node refers to that node."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 256))
+    with memmgr.budget(None, device="cpu", quiet=True):
+        edges = [torch.autograd.graph.get_gradient_edge((weight * 2).exp().sum()) for _ in range(3)]
+        found = memmgr.explain()
+    assert edges
+    results = [holder for holder in found.now if holder.kind == "result" and holder.name == "exp"]
+    assert results and all(holder.kept == "" for holder in results), results
+
+
+class _Proxy:
+    """As a proxy of a web framework outside of a request: every look at it fails."""
+
+    def __init__(self, held: list[torch.Tensor]) -> None:
+        object.__setattr__(self, "held", held)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("outside of a request")
+
+
+def test_an_object_that_cannot_be_looked_at_ends_no_budget() -> None:
+    proxies: list[Any] = []
+    found = None
+    with memmgr.budget(None, device="cpu", quiet=True):
+        for _ in range(9):
+            y = nn.Parameter(torch.randn(64, 256)) * 2
+            y.sum().backward()
+            proxies.append(_Proxy([y]))
+        del y
+        found = memmgr.explain()
+    assert found.leaks and proxies
+
+
+def test_the_telemetrys_explanation_looks_for_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made again and again while a log is written."""
+    monkeypatch.setattr(holdings, "Keepers", None)
+    with memmgr.budget(None, device="cpu", quiet=True):
+        kept = torch.randn(256, 256)
+        runtime = budgets.last()
+        assert runtime is not None and kept is not None
+        assert runtime.figures.explain().now
+    assert not any(holder.kept for holder in runtime.figures.explain().now)
+
+
+def test_an_activation_has_its_module_by_its_line_where_none_was_recorded() -> None:
+    torch.manual_seed(0)
+    model, other = Gpt(), Convnet()
+    with memmgr.budget(None, device="cpu", quiet=True):
+        kept = [model(torch.randint(200, (8, 64))), other(torch.randn(4, 3, 48, 48))]
+        found = memmgr.explain()
+    assert kept
+    modules = {holder.module for holder in found.now if holder.kind == "result"}
+    assert {"Gpt", "Gpt.blocks.*", "Convnet"} <= modules, modules
+    assert not any(module.endswith(".forward") for module in modules)
 
 
 def test_a_line_of_a_notebook_has_the_number_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:

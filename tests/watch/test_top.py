@@ -21,7 +21,9 @@ import pytest
 from memmgr.telemetry import stream
 from memmgr.tools import cli
 from memmgr.tools.verbs import top
+from memmgr.tools.view import top_text
 from memmgr.tools.view.attach import Attached
+from memmgr.tools.view.run_state import RunState
 from watch import lines
 from watch.test_watched import SCREEN
 
@@ -358,7 +360,8 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "top.svg"
     with lines.served(4242, lines.lines(70)):
         assert cli.main(["top", "4242", "--picture", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(out) and "has ended" not in shown.err
     drawn = out.read_text()
     assert drawn.startswith("<svg") and "Net.first.1" in drawn and "budget" in drawn and "url(http" not in drawn
     assert "does not exist" in _fails_with(capsys, "--picture", str(tmp_path / "no" / "top.svg"))
@@ -366,6 +369,29 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "without --once" in _fails_with(capsys, "--once", "--picture", str(tmp_path / "top.svg"))
 
 
+def test_a_picture_of_a_budget_that_ends_before_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("textual", reason="the full screen is the extra `top`")
+    with lines.served(4242, lines.lines(12), hang_up=True):
+        assert cli.main(["top", "4242", "--picture", str(tmp_path / "top.svg")]) == 0
+    ended = "the budget of process 4242 has ended: the picture shows 12 samples, not 60"
+    assert capsys.readouterr().err.splitlines()[-1] == f"memmgr top: {ended}"
+
+
 def _fails_with(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert cli.main(["top", *words]) == 2
     return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("width", "end"), [(80, "`self.history` of Trainer.run(); 5.24 MB so far"), (40, "…"), (200, "far")]
+)
+def test_a_leak_has_two_lines_of_a_narrow_screen(width: int, end: str) -> None:
+    watched = RunState()
+    leak = (
+        "a leak: +1.05 MB a step since step 1, made at train.py:6 (add.Tensor), kept in the list `self.history` of "
+        "Trainer.run(); 5.24 MB so far"
+    )
+    watched.feed(lines.sample(0, leaks=[leak, "another"]))
+    shown = ["".join(part for part, _ in line) for line in top_text.leaks(watched, width, top_text.UNICODE)]
+    assert len(shown) == 1 + (width < len(leak)) and max(map(len, shown)) <= width
+    assert shown[0].startswith("a leak: +1.05 MB a step since step 1,"[:width]) and shown[-1].endswith(end)

@@ -295,4 +295,6 @@ def test_a_wrong_size_is_said_at_once() -> None:
 
     with pytest.raises(ValueError, match="12XB"):
         MemmgrCallback("12XB")
+    with pytest.raises(TypeError, match="did you mean 'policy'"):
+        MemmgrCallback("12GB", polcy="auto")
     assert issubclass(memmgr.BudgetError, torch.OutOfMemoryError)

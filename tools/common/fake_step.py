@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -63,6 +64,9 @@ def record(make: Callable[[], Step], *, accelerator: bool, done: Callable[[str],
     """
     recorder = _Recorder(accelerator)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # torch's own deepcopy of a tensor, which modules that repeat a layer call, asks a fake one for its address.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning, r"torch\._tensor$")
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes are this thread's
         stack.enter_context(as_accelerator() if accelerator else contextlib.nullcontext())

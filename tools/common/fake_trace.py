@@ -95,11 +95,12 @@ class Builder:
 
     def build(self) -> Trace:
         blocks = self.of.blocks
+        first = self._first_op()
         self._constant("elsewhere", self._most_small())
         starts = {
             k: self._constant(str(k), blocks[k].size, k)
             for k in sorted(self.large)
-            if blocks[k].born < self.begin < blocks[k].died
+            if blocks[k].born < self.begin and blocks[k].died > first
         }
         deaths: dict[int, list[int]] = {}
         for k in self.large:
@@ -107,7 +108,7 @@ class Builder:
         turn: int | None = None
         seconds = 0.0
         for at in range(self.begin, self.end):
-            if at > self.begin:  # a storage that is freed between two periods does not exist when one begins
+            if at > first:  # a storage that is freed between two periods does not exist when one begins
                 self._die(deaths.get(at, ()))
             e = self.of.events[at]
             if e.work not in self.takes:
@@ -122,6 +123,15 @@ class Builder:
         storages = tuple(replace(s, released=self.released.get(i, HELD)) for i, s in enumerate(self.storages))
         cycle = self._cycle(starts)
         return Trace(tuple(self.ops), storages, self.device.name, turn, copy_on_write=False, cycle=cycle).check()
+
+    def _first_op(self) -> int:
+        """The event that is the first op of the trace; calls before it touch nothing large."""
+        for at in range(self.begin, self.end):
+            e = self.of.events[at]
+            makes = self.large.intersection((*e.outputs, *e.writes))
+            if makes or (e.work is not VIEW and self.large.intersection(e.inputs)):
+                return at
+        return self.begin
 
     def _constant(self, name: str, size: int, block: int = -1) -> int:
         self.storages.append(Storage(f"c.{name}", size, len(self.ops)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,12 +14,16 @@ from memmgr.observe.summary import slowdown
 
 
 def run_as_json(
-    stats: dict[str, Any], budget: str | None, command: list[str], error: BaseException | None
+    stats: dict[str, Any],
+    budget: str | None,
+    command: list[str],
+    error: BaseException | None,
+    leaks: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """The summary of `--json`. Its keys are the same for each run: a figure that is not known is None.
 
     `stats`: `memmgr.stats()`; empty where no budget was opened. `budget`: as it was asked for; None: none. `command`:
-    the words of it. `error`: the exception that ended the script.
+    the words of it. `error`: the exception that ended the script. `leaks`: of the budget (`PagerRuntime.leaks`).
     """
     found = {figure.name: stats.get(figure.name) for figure in FIGURES}
     if found["budget_bytes"] is not None and found["budget_bytes"] >= UNLIMITED:
@@ -31,6 +36,7 @@ def run_as_json(
         "slowdown_at_least": slowdown(stats) if stats else None,
         "lost": asdict(losses(stats)) if stats else None,
         "why_slow": why_slow(stats) if stats else None,
+        "leaks": list(leaks),
         "advice": advice(stats, binary=is_binary(budget)) if stats else [],
         "stats": found,
         "escapes": {name.partition(".")[2]: n for name, n in stats.items() if name.startswith("escapes.")},

@@ -26,6 +26,7 @@ from memmgr.config.sizes import show_size
 from memmgr.policies import parse_policy
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec, in_turns, measured, with_need
 from memmgr.tools.common.console import ProgressBar, megabytes, table
+from memmgr.tools.common.other_work import OtherWork
 from memmgr.tools.common.policy_option import add_policy
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
@@ -89,7 +90,11 @@ def run(args: argparse.Namespace) -> int:
     base = QUICK if args.quick else FULL
     base = replace(base, steps=args.steps or base.steps)
     picture = _picture(args.out) if plot.available() else None
+    others = OtherWork()
     results = _train(base, args.budgets, args.policy)
+    busy = others.line("times are too long and ratios are uncertain; bits and memory do not depend on it")
+    for line in busy:
+        print(line, file=sys.stderr)
     if args.quick:
         print("a tiny model: memmgr's work for each op counts for more than with a larger one", file=sys.stderr)
     verdicts = [_judge(result, results[0]) for result in results]

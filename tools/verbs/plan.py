@@ -3,7 +3,7 @@
     memmgr plan --device rtx4090 --budget 20GB model.py:make_step
     memmgr plan --device h100,rtx4090,l4 --sweep model.py:make_step
     memmgr plan --device a100-80 --batch 4 --optimizer adamw-fused ./llama-7b
-    memmgr plan --device here.json --budget 60% model.py:make_step
+    memmgr plan --device here.json --ratio 60% model.py:make_step
 
 `make_step` is a function without arguments. It makes model, optimizer and batch and returns a function that does one
 step. The file is executed, then both functions on fake tensors. A folder with the config.json of one of transformers'
@@ -37,6 +37,7 @@ from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
 from memmgr.tools.common.step_file import is_model_folder, step_function
 from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.verbs.run import take_ratio
 from memmgr.tools.view import plot
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", metavar="SIZE", help="12GB, 80%% (of the device, the default: 100%%), need*0.6, auto"
     )
+    parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: a share of what the step needs")
     parser.add_argument(
         "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none"
     )
@@ -98,6 +100,7 @@ class _On:
 def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
     names = args.device.split(",")
+    take_ratio(args)
     _check(args, names)
     _say(_executes(args.what))
     with ends_at_once("plan"):
@@ -141,7 +144,7 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
     if len(names) > 1 and args.trace is not None:
         raise UsageError("--trace is of one device: its times are in it")
     if args.budget is not None and args.sweep:
-        raise UsageError("--sweep has budgets of its own: leave --budget out")
+        raise UsageError("--sweep has budgets of its own: leave --budget and --ratio out")
     _tier(args.tier)
     if args.budget is not None:
         try:
@@ -284,6 +287,8 @@ def _one(args: argparse.Namespace, on: _On) -> int:
 
 
 def _show(found: Outlook, on: _On, took: float) -> None:
+    from memmgr.telemetry.trace_file import ops_run
+
     print(f"device     {on.rates.name}: {show_size(on.rates.memory_bytes)} ({on.rates.source})")
     held = ", ".join(f"{_plural(kind)} {show_size(size)}" for kind, size in found.held_bytes.items())
     print(f"needs      {show_size(found.unmanaged_peak_bytes)} and {show_seconds(found.unmanaged_seconds)} a step")
@@ -317,7 +322,7 @@ def _show(found: Outlook, on: _On, took: float) -> None:
         print(f"tier       {show_size(found.tier_bytes)}{room} at most")
     if found.half_overhead_budget_bytes is not None:
         print(f"half       of what the budget costs is gone at {show_size(found.half_overhead_budget_bytes)}")
-    print(f"planned    {len(on.trace.ops):,} ops in {show_seconds(took)}")
+    print(f"planned    {ops_run(on.trace):,} ops in {show_seconds(took)}")
 
 
 def _plural(kind: str) -> str:

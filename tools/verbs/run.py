@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
     refuse_unknown()
-    _take_ratio(args)
+    take_ratio(args)
     _note_misplaced(args)
     settings = _together(_inherited(args), _settings(args))
     if args.budget is not None and args.budget.strip().lower() == "none":
@@ -143,8 +143,8 @@ def _start(args: argparse.Namespace, code: CodeType, main: ModuleType) -> int:
     return _execute(code, main)
 
 
-def _take_ratio(args: argparse.Namespace) -> None:
-    """`--ratio 60%` is a budget."""
+def take_ratio(args: argparse.Namespace) -> None:
+    """`--ratio 60%` is a budget: `need*60%`."""
     ratio = getattr(args, "ratio", None)  # the verb trace has none
     if ratio is None:
         return
@@ -290,11 +290,11 @@ def _write_json(pid: int, path: str, command: list[str], args: argparse.Namespac
     from memmgr.tools.common.run_summary import run_as_json
 
     module = sys.modules.get("memmgr.api.budget")
-    stats = module.stats() if module is not None else {}
+    last = module.last() if module is not None else None
+    stats, leaks = ({}, []) if last is None else (last.stats(), last.leaks())
     try:
-        write_whole(
-            Path(log_path(path)), json.dumps(run_as_json(stats, args.budget, command, _Closing.error), indent=1) + "\n"
-        )
+        found = run_as_json(stats, args.budget, command, _Closing.error, leaks)
+        write_whole(Path(log_path(path)), json.dumps(found, indent=1) + "\n")
     except OSError as error:
         print(f"memmgr run: --json: {path}: {error.strerror}", file=sys.stderr)
 

@@ -43,6 +43,8 @@ from memmgr.tools.view.job import as_text, jobs
 WANTS = ("cells", "map", "holders")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WEB_DRIVER = "textual.drivers.web_driver:WebDriver"
+SAMPLES = 60
+"""Samples that a picture waits for: a chart worth looking at."""
 DETAIL_SECONDS = 3.0  # --once waits so long for cells and map: the process makes them when it can afford to
 
 
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in a browser of this machine, until Ctrl-C (default: a free port); a PID comes before it",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end, after 60 samples"
+        "--picture", type=Path, metavar="FILE.svg", help=f"draw one screen into a file and end, after {SAMPLES} samples"
     )
 
 
@@ -301,8 +303,14 @@ def _picture(attached: list[Attached], args: argparse.Namespace) -> None:
     from memmgr.tools.view.top_app import TopApp, draw
 
     shown = _first_words(attached, detail=True)
-    seconds = 60 * args.interval  # a chart worth looking at
+    seconds = SAMPLES * args.interval
     print(f"memmgr top: watches for {show_seconds(seconds)}", file=sys.stderr, flush=True)
-    wait(shown, seconds, lambda one: len(one.watched.points) >= 60)
+    wait(shown, seconds, lambda one: len(one.watched.points) >= SAMPLES)
+    for one in shown:
+        if one.over and (drawn := len(one.watched.points)) < SAMPLES:
+            ended = (
+                f"the budget of process {one.watched.pid} has ended: the picture shows {drawn} samples, not {SAMPLES}"
+            )
+            print(f"memmgr top: {ended}", file=sys.stderr)
     draw(TopApp(shown, interval=args.interval, follow=False), args.picture)
     print(args.picture)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from memmgr.config.conf import Refused, local_ranks
 from memmgr.config.sizes import show_size
+from memmgr.tools.common.other_work import OtherWork
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.policy_option import add_policy
 from memmgr.tools.common.usage_error import UsageError
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     args.trace, args.trace_pass = out, args.number
     args.disk_size = args.host = args.log = None
     args.verify, args.quiet = False, True
+    args.others = OtherWork()
     atexit.register(_close, os.getpid(), args)  # before torch is imported, so after the budget has closed
     try:
         args.ended = run_verb.run(args)
@@ -76,10 +78,11 @@ def _close(pid: int, args: argparse.Namespace) -> None:
     last = module.last() if module is not None else None
     if last is None and run_verb.children_worked():
         return  # a launcher: its child processes have printed the summary
-    for line in outcome(args, last):
-        print("memmgr: " + line, file=sys.stderr, flush=True)
+    busy = args.others.line("the times in the trace are too long; memory and the order of the ops do not depend on it")
     traced = last.traced if last is not None else None
     there = traced is not None and traced.trace is not None and not traced.error
+    for line in (*(busy if there else ()), *outcome(args, last)):
+        print("memmgr: " + line, file=sys.stderr, flush=True)
     if not there and getattr(args, "ended", 1) == 0:  # the script's code would say that it is
         sys.stdout.flush()
         os._exit(1)
@@ -95,10 +98,11 @@ def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]
         passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
     from memmgr.telemetry.consumers import log_path
+    from memmgr.telemetry.trace_file import ops_run
 
     peak, _ = trace.unmanaged_peak
     name = str(traced.path) if os.path.isabs(args.out) else os.path.relpath(traced.path)
-    said = f"{name}: {len(trace.ops):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms."
+    said = f"{name}: {ops_run(trace):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms."
     if log_path(args.trace) == Path(args.trace):  # no rank
         return [f"{said} Next:", f"  memmgr simulate {shlex.quote(name)} --policy all --ratio 0.6"]
     if os.environ.get("RANK") != "0":

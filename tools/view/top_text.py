@@ -255,8 +255,12 @@ def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
 
 
 def leaks(watched: RunState, width: int, glyphs: Glyphs) -> list[Line]:
-    """The largest leak, if there is one."""
-    return [[(fit(text, width, glyphs), STYLES["evicted"])] for text in watched.leaks[:1]]
+    """The largest leak, if there is one, in at most two lines: its line and its variable come last."""
+    lines: list[str] = []
+    for text in watched.leaks[:1]:
+        first, *rest = textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
+        lines = [first, *([fit("  " + " ".join(map(str.strip, rest)), width, glyphs)] if rest else ())]
+    return [[(line, STYLES["evicted"])] for line in lines]
 
 
 def tier(watched: RunState) -> str:
