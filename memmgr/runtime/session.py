@@ -421,7 +421,7 @@ class PagerRuntime:
             if leak.bytes >= TOLD_LEAK * self.plans.limit_bytes:
                 self._told_leak = True
                 self._name_keepers()
-                say(self.leak_texts()[0])
+                say(*self.leak_texts()[:1])
 
     def _name_keepers(self) -> None:
         """Looks for the variables that keep the tensors of the leaks, where there are some."""
