@@ -17,7 +17,7 @@ void grows_in_pool(const Session& session, c10::StorageImpl* s);
 // `born`: an op has just made the storage. It is adoptable, unknown to others, and of a size that is paged.
 Cell* adopt(Session& session, c10::StorageImpl* s, uint32_t pins = 0, Maker maker = {});
 Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born = false,
-                   Maker maker = {});
+                   Maker maker = {}) REQUIRES(graph_lock());
 // Gives the storage its own pointer back and ends the cell. The cell is resident and no other thread uses it. The GIL
 // is held.
 void unadopt(Cell* c);

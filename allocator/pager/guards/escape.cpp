@@ -40,7 +40,7 @@ void escape(Cell* c, Escape why) {
       c->escape = why;
       name_escaped_locked(c);
       stand_pinned_locked(c);
-      escaped_bytes += c->nbytes;
+      totals.escaped_bytes += c->nbytes;
       count_long_pinned_locked(c);
       session.counters.escapes++;
     }
