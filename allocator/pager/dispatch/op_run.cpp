@@ -194,14 +194,15 @@ void Call::outputs(Frame& frame) {
   collect_outputs(*stack_, returns, &storages);
   c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);
   bool any = false;
-  size_t i = 0;
-  while (i < storages.size() && !newly_large(storages[i], old_)) ++i;
-  if (i < storages.size()) {
+  const auto large_from = [&](size_t i) {
+    while (i < storages.size() && !newly_large(storages[i], old_)) ++i;
+    return i;
+  };
+  if (size_t i = large_from(0); i < storages.size()) {
     Trash trash;
     const Maker maker = as_maker(info_);
     const Hold lock(graph_lock());
-    for (; i < storages.size(); ++i) {
-      if (!newly_large(storages[i], old_)) continue;
+    for (; i < storages.size(); i = large_from(i + 1)) {
       Cell* c = adopt_locked(the_session, storages[i], 1, ended_, true, maker);
       if (!c) continue;
       frame.take_pin(c);
