@@ -1,6 +1,7 @@
 // The link to the tier, as its transfers were measured.
 #pragma once
 
+#include "base/lock.h"
 #include "memmgr/core.h"
 
 namespace memmgr::pager {
