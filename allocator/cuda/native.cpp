@@ -1,5 +1,4 @@
-// torch's own caching allocator under a budget: for programs that used CUDA before the import, and on request. Part of
-// plugin.cpp's unit.
+// torch's own caching allocator under a budget, on request. Part of plugin.cpp's unit.
 //
 // The limit is torch's: its memory fraction, so its reserved memory never exceeds the budget. On every miss of its
 // cache torch calls a FreeMemoryCallback before it grows, without the size of the request. The door adds it: it is
@@ -407,6 +406,7 @@ const mm_plugin* NativePlugin() {
         return place ? mm_arena_resident(mm_device_arena(place->memory)) : uint64_t{0};
       },
       [](int ordinal) { TheNative().Trim(ordinal); },
+      []() -> c10::DeleterFnPtr { return nullptr; },
   };
   return &plugin;
 }

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "earlier.h"
 #include "history.h"
 #include "meter.h"
 
@@ -74,6 +75,21 @@ class Allocator final : public CUDAAllocator {
     driver_ = driver ? driver : "";
     memory_ = memory;
   }
+  // torch's own allocator is in use already: from now on this one allocates.
+  void TakeOver(CUDAAllocator* torchs) {
+    earlier_.Follow(torchs);
+    init(c10::cuda::device_count());
+  }
+  c10::DeleterFnPtr EarlierDeleter() const {
+    const CUDAAllocator* torchs = earlier_.torchs();
+    return torchs ? torchs->raw_deleter() : nullptr;
+  }
+  // Its cached memory goes back to the device if that is `worth` it: blocks of so many bytes were freed.
+  bool TrimEarlier(uint64_t worth) {
+    if (C10_LIKELY(!earlier_.torchs()) || earlier_.freed_bytes() < worth) return false;
+    earlier_.Trim();
+    return true;
+  }
   // Memory of the parent cannot be used, nor given back. With none, the child may begin anew: CUDA allows it.
   void AfterForkInChild() {
     for (const auto& slot : meters_)
@@ -99,6 +115,10 @@ class Allocator final : public CUDAAllocator {
     *wrong = text;
     if (!device) return nullptr;
     Meter* meter = new Meter(device, RuntimeTotal(ordinal));  // lives as long as the process: its tensors may
+    if (CUDAAllocator* torchs = earlier_.torchs()) {
+      meter->SetFraction(torchs->getMemoryFraction(static_cast<c10::DeviceIndex>(ordinal)));
+      earlier_.CountIn(ordinal, meter->arena());
+    }
     meters_[static_cast<size_t>(ordinal)] = meter;
     return meter;
   }
@@ -128,6 +148,8 @@ class Allocator final : public CUDAAllocator {
     const mm_plugin_hooks* hooks = hooks_.load(std::memory_order_acquire);
     if (hooks && hooks->ordinal != ordinal) hooks = nullptr;
     void* p = nullptr;
+    const bool may_trim = C10_UNLIKELY(earlier_.freed_bytes() > 0) && !mm_device_is_capturing(meter.device(), stream);
+    if (may_trim) TrimEarlier(kWorthTrim);
     if (hooks) {
       p = hooks->allocate(bytes, stream);
     } else {
@@ -137,6 +159,8 @@ class Allocator final : public CUDAAllocator {
         p = mm_device_alloc(meter.device(), bytes, stream);
       }
     }
+    if (!p && may_trim && TrimEarlier(1))
+      p = hooks ? hooks->allocate(bytes, stream) : mm_device_alloc(meter.device(), bytes, stream);
     if (!p) Fail(meter, ordinal, bytes, stream, hooks, std::move(context));
     Handed(meter, ordinal, p, bytes, stream, std::move(context));
     return p;
@@ -188,12 +212,17 @@ class Allocator final : public CUDAAllocator {
   void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
     return bytes == 0 ? nullptr : Take(CurrentDevice(), bytes, stream);
   }
-  void raw_delete(void* p) override { Release(p); }
+  void raw_delete(void* p) override {
+    CUDAAllocator* torchs = earlier_.torchs();
+    if (C10_UNLIKELY(torchs && p && !OwnerOf(p))) return torchs->raw_delete(p);
+    Release(p);
+  }
 
   using CUDAAllocator::recordStream;
   void recordStream(const c10::DataPtr& data, CUDAStream stream) override {
     Meter* meter = data.get() ? OwnerOf(data.get()) : nullptr;  // else another process's, or from another allocator
-    if (meter) mm_device_used(meter->device(), data.get(), stream.stream());
+    if (meter) return mm_device_used(meter->device(), data.get(), stream.stream());
+    if (CUDAAllocator* torchs = earlier_.torchs()) torchs->recordStream(data, stream);
   }
 
   // ---- the allocator as a whole ----
@@ -205,6 +234,7 @@ class Allocator final : public CUDAAllocator {
   std::string name() override { return "memmgr"; }
 
   void emptyCache(c10::MempoolId_t) override {
+    TrimEarlier(0);
     for (const auto& slot : meters_)
       if (Meter* meter = slot.load()) mm_device_trim(meter->device(), 0);
   }
@@ -224,6 +254,7 @@ class Allocator final : public CUDAAllocator {
 
   void* getBaseAllocation(void* p, size_t* bytes) override {
     Meter* meter = OwnerOf(p);
+    if (CUDAAllocator* torchs = earlier_.torchs(); torchs && !meter) return torchs->getBaseAllocation(p, bytes);
     const size_t block = meter ? mm_arena_block_bytes(meter->arena(), p) : 0;
     TORCH_CHECK(block > 0, "memmgr: ", p, " is not the start of a block of this allocator");
     if (bytes) *bytes = block;
@@ -234,39 +265,44 @@ class Allocator final : public CUDAAllocator {
 
   // ---- figures ----
 
+  // With torch's own allocator the peaks of both are added, so after a reset they may be too high, and never too low.
   DeviceStats getDeviceStats(c10::DeviceIndex ordinal) override {
-    DeviceStats out;
+    CUDAAllocator* torchs = earlier_.torchs();
+    DeviceStats out = torchs ? torchs->getDeviceStats(ordinal) : DeviceStats();
     out.max_split_size = -1;  // blocks of any size are split
     Meter* meter = Opened(ordinal);
     if (!meter) return out;
     const MemoryStats now = meter->Stats();
     for (size_t pool = 0; pool < kPools; ++pool) {
-      out.allocation[pool] = out.active[pool] = StatOf(now.blocks[pool]);
-      out.allocated_bytes[pool] = out.active_bytes[pool] = StatOf(now.bytes[pool]);
-      out.requested_bytes[pool] = StatOf(now.requested_bytes[pool]);
+      for (auto* blocks : {&out.allocation, &out.active}) Add(now.blocks[pool], &(*blocks)[pool]);
+      for (auto* bytes : {&out.allocated_bytes, &out.active_bytes}) Add(now.bytes[pool], &(*bytes)[pool]);
+      Add(now.requested_bytes[pool], &out.requested_bytes[pool]);
     }
     for (Pool pool : {kAll, kLarge}) {
-      out.reserved_bytes[pool] = StatOf(now.reserved_bytes);
-      out.segment[pool] = StatOf(now.pages);
+      Add(now.reserved_bytes, &out.reserved_bytes[pool]);
+      Add(now.pages, &out.segment[pool]);
     }
-    out.num_alloc_retries = now.retries;
-    out.num_ooms = now.out_of_memory;
-    out.num_sync_all_streams = now.synchronizations;
-    out.num_device_alloc = now.pages.allocated;
-    out.num_device_free = now.pages.freed;
+    out.num_alloc_retries += now.retries;
+    out.num_ooms += now.out_of_memory;
+    out.num_sync_all_streams += now.synchronizations;
+    out.num_device_alloc += now.pages.allocated;
+    out.num_device_free += now.pages.freed;
     return out;
   }
   void resetAccumulatedStats(c10::DeviceIndex ordinal) override {
     if (Meter* meter = Opened(ordinal)) meter->ResetSums();
+    if (CUDAAllocator* torchs = earlier_.torchs()) torchs->resetAccumulatedStats(ordinal);
   }
   void resetPeakStats(c10::DeviceIndex ordinal) override {
     if (Meter* meter = Opened(ordinal)) meter->ResetPeaks();
+    if (CUDAAllocator* torchs = earlier_.torchs()) torchs->resetPeakStats(ordinal);
   }
 
   SnapshotInfo snapshot(c10::MempoolId_t pool, bool include_traces) override {
     TORCH_CHECK_NOT_IMPLEMENTED(pool.first == 0 && pool.second == 0,
                                 "memmgr: the snapshot of one pool; memory_snapshot() shows all of them");
     SnapshotInfo out;
+    if (CUDAAllocator* torchs = earlier_.torchs()) out.segments = torchs->snapshot(pool, false).segments;
     const int devices = std::max(device_count_.load(), 0);
     for (int ordinal = 0; ordinal < kMaxDevices; ++ordinal) {
       Meter* meter = Opened(ordinal);
@@ -311,7 +347,10 @@ class Allocator final : public CUDAAllocator {
   }
   void releasePool(c10::DeviceIndex ordinal, c10::MempoolId_t pool) override {
     Meter* meter = Opened(ordinal);
-    if (meter && mm_device_release_pool(meter->device(), pool.first, pool.second) == 0) AddUse(ordinal, pool, -1);
+    if (meter && mm_device_release_pool(meter->device(), pool.first, pool.second) == 0)
+      AddUse(ordinal, pool, -1);
+    else if (CUDAAllocator* torchs = earlier_.torchs())
+      torchs->releasePool(ordinal, pool);
   }
   void createOrIncrefPool(c10::DeviceIndex ordinal, c10::MempoolId_t pool,
                           std::shared_ptr<CUDAAllocator> allocator) override {
@@ -324,7 +363,9 @@ class Allocator final : public CUDAAllocator {
   int getPoolUseCount(c10::DeviceIndex ordinal, c10::MempoolId_t pool) override {
     std::lock_guard hold(pools_lock_);
     const auto found = pools_.find({ordinal, pool});
-    return found == pools_.end() ? 0 : found->second;
+    if (found != pools_.end()) return found->second;
+    CUDAAllocator* torchs = earlier_.torchs();
+    return torchs ? torchs->getPoolUseCount(ordinal, pool) : 0;
   }
   // Memory is one arena: out of memory, a pool's free blocks stay the pool's, and any block is split.
   void setUseOnOOM(c10::DeviceIndex, c10::MempoolId_t, bool) override {}
@@ -369,13 +410,11 @@ class Allocator final : public CUDAAllocator {
       "memmgr: CUDA tensors of this allocator cannot be sent to other processes; send host tensors, or set "
       "MEMMGR_INSTALL=0, which leaves torch's own allocator in place";
 
-  static c10::CachingAllocator::Stat StatOf(const Count& count) {
-    c10::CachingAllocator::Stat out;
-    out.current = count.current;
-    out.peak = count.peak;
-    out.allocated = count.allocated;
-    out.freed = count.freed;
-    return out;
+  static void Add(const Count& count, c10::CachingAllocator::Stat* out) {
+    out->current += count.current;
+    out->peak += count.peak;
+    out->allocated += count.allocated;
+    out->freed += count.freed;
   }
 
   static void TellProfiler(Meter& meter, c10::DeviceIndex device, void* p, bool allocated) {
@@ -458,8 +497,11 @@ class Allocator final : public CUDAAllocator {
     if ((pools_[key] += uses) <= 0) pools_.erase(key);
   }
 
+  static constexpr uint64_t kWorthTrim = uint64_t{64} << 20;
+
   std::string driver_;
   int memory_ = MM_MEMORY_MAPPED;
+  Earlier earlier_;
   std::atomic<bool> forked_{false};
   std::atomic<int> device_count_{-1};
   std::atomic<const mm_plugin_hooks*> hooks_{nullptr};
@@ -505,7 +547,8 @@ const mm_plugin kPlugin = {
       Meter* meter = Ours().Opened(ordinal);
       return meter ? mm_arena_resident(meter->arena()) : uint64_t{0};
     },
-    [](int) {},  // the arena obeys at once
+    [](int) { Ours().TrimEarlier(0); },  // the arena obeys at once
+    [] { return Ours().EarlierDeleter(); },
 };
 
 }  // namespace
@@ -517,14 +560,16 @@ const mm_plugin kPlugin = {
 
 #define MEMMGR_VISIBLE extern "C" __attribute__((visibility("default")))
 
-// Puts the allocator in torch's place. Only before CUDA is initialised: else -1 with a text. `driver` NULL: libcuda;
-// `memory`: MM_MEMORY_*, of devices that are opened from now on.
+// Puts the allocator in torch's place; -1 with a text: it cannot be. `driver` NULL: libcuda; `memory`: MM_MEMORY_*, of
+// devices that are opened from now on. If torch's own allocator is in use its blocks stay its own.
 MEMMGR_VISIBLE int mm_cuda_install(const char* driver, int memory, char* err, size_t err_len) {
   auto& current = c10::cuda::CUDACachingAllocator::allocator;
   auto* ours = &memmgr::Ours();
-  if (current.load() == ours) return 0;
-  if (current.load() && current.load()->initialized()) {
-    memmgr::Say("CUDA is initialised already, with torch's own allocator", err, err_len);
+  memmgr::CUDAAllocator* const now = current.load();
+  if (now == ours) return 0;
+  const bool used = now && now->initialized();
+  if (used && (now->name() != "native" || memmgr::TheNative().torchs)) {
+    memmgr::Say("CUDA is initialised already, with another allocator", err, err_len);
     return -1;
   }
   ours->Use(driver, memory);
@@ -533,6 +578,7 @@ MEMMGR_VISIBLE int mm_cuda_install(const char* driver, int memory, char* err, si
     return true;
   }();
   (void)once;
+  if (used) ours->TakeOver(now);
   current.store(ours);
   c10::SetAllocator(c10::DeviceType::CUDA, ours, 255);
   return 0;

@@ -182,10 +182,11 @@ class budget:
             as lost, and the others end with `RankError`; 0: never. A thread that needs no GIL sends the heartbeat twice
             a second, so a rank that computes or compiles for minutes is not lost. A rank that a debugger has stopped
             is.
-        allocator: on CUDA. `"auto"`: memmgr's where `import memmgr` came before CUDA's first use (exact placement, addresses
-            that move), else torch's own caching allocator, under its memory fraction. `"native"`: torch's own. All of
-            its features stay: expandable segments, MemPool, graph trees, every statistic. Its cached pieces count as
-            well, so the floor is a little higher. Set before the import: `MEMMGR_CONF=allocator:native`.
+        allocator: on CUDA. `"auto"`: memmgr's, which takes over if torch's own is in use already. `"native"`: torch's own
+            caching allocator, under its memory fraction. All of its features stay: expandable segments, MemPool, graph
+            trees, tensors shared with other processes, every statistic. Its cached pieces count as well, so the floor
+            is a little higher, and its memory cannot be moved, so steps are slower. Set before the import:
+            `MEMMGR_CONF=allocator:native`.
 
     Raises:
         ValueError: a size, policy or folder that is not one.

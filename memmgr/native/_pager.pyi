@@ -249,8 +249,14 @@ class Pager:
     def adopt(self, tensor: Addressed, /) -> int:
         """The bytes of the tensor's cell, which is made if need be; 0: it has none."""
 
-    def adopt_all(self, tensors: list[torch.Tensor], /) -> int:
+    def adopt_all(self, tensors: list[torch.Tensor], stay: bool = False) -> int:
         """Adopts these tensors, gradients of leaves among them and the cells of earlier budgets.
+
+        `stay`: they, and what is adopted later, keep their addresses. The result is their bytes.
+        """
+
+    def move_in(self, tensors: list[torch.Tensor], /) -> int:
+        """Moves these tensors from the memory of torch's own allocator to the pool's, where nothing else refers to their storages.
 
         The result is their bytes.
         """

@@ -1,9 +1,9 @@
-"""CUDA's allocator: compiled once per installed torch, put in torch's place before CUDA is initialised.
+"""CUDA's allocator: compiled once per installed torch, put in torch's place.
 
 `import memmgr` does this where torch has CUDA and a device is there, so that a budget later finds every block in its own
-arena. Without a budget the allocator is unlimited. `MEMMGR_INSTALL=0` prevents it. Where CUDA was used before the
-import, or with `allocator="native"`, torch's own caching allocator stays, and the budget is kept in that. No code here
-initialises CUDA or calls its runtime, so a later fork stays possible.
+arena. Without a budget the allocator is unlimited. `MEMMGR_INSTALL=0` prevents it. Where CUDA was used before the import,
+the first budget does it, and moves the tensors. With `allocator="native"` torch's own caching allocator stays, and the
+budget is kept in that. No code here initialises CUDA, so a later fork stays possible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from memmgr.common.constants import MEMORY_MAPPED, MEMORY_PLAIN
-from memmgr.common.say import warn
 from memmgr.config import conf
 
 from . import cache
@@ -36,10 +35,8 @@ DRIVER_VARIABLE = "MEMMGR_DRIVER"
 MEMORIES = {"mapped": MEMORY_MAPPED, "plain": MEMORY_PLAIN}
 
 NATIVE = "native"  # torch's own name for its allocator
-TOO_LATE = (
-    "CUDA was initialised before memmgr could put its allocator in place: `import memmgr` before anything uses the GPU, or "
-    "start the script with MEMMGR_BUDGET set or by `memmgr run`"
-)
+IN_USE = "CUDA is in use already: the first budget puts memmgr's allocator in place"
+CAPTURING = "a graph is being captured"
 LEFT = f"{INSTALL_VARIABLE}=0 or allocator:native has left torch's own allocator in place"
 NOT_NATIVE = (
     "memmgr's CUDA allocator is there already: MEMMGR_CONF=allocator:native or MEMMGR_INSTALL=0 keep torch's own"
@@ -67,6 +64,7 @@ class _Table(ctypes.Structure):
         ("owns", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)),
         ("live", ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int)),
         ("trim", ctypes.CFUNCTYPE(None, ctypes.c_int)),
+        ("earlier", ctypes.CFUNCTYPE(ctypes.c_void_p)),
     )
 
 
@@ -199,12 +197,15 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _put_in_place() -> str | None:
+def _put_in_place(take_over: bool) -> str | None:
     global _library
-    if _asked_for_torchs():
+    if _asked_for_torchs() or _torchs:
         return LEFT
-    if torch.cuda.is_initialized() or _torchs:
-        return TOO_LATE
+    if torch.cuda.is_initialized():
+        if not take_over:
+            return IN_USE
+        if torch.cuda.is_current_stream_capturing():
+            return CAPTURING
     memory = os.environ.get(MEMORY_VARIABLE, "mapped").lower()
     if memory not in MEMORIES:
         return f"{MEMORY_VARIABLE}={memory!r} is none of {', '.join(MEMORIES)}"
@@ -219,27 +220,29 @@ def _put_in_place() -> str | None:
     error_text = ctypes.create_string_buffer(256)
     named = driver.encode() if driver else None
     if library.mm_cuda_install(named, MEMORIES[memory], error_text, len(error_text)) != 0:
-        return TOO_LATE
+        return error_text.value.decode()
     _library = library
     return None
 
 
-def install() -> str | None:
-    """Puts the allocator in place if it is not: None when it is there, else why not. Never raises."""
+def install(*, take_over: bool = False) -> str | None:
+    """Puts the allocator in place if it is not: None when it is there, else why not. Never raises. `take_over`: also where
+    torch's own is in use.
+    """
     global _why
     if in_place():
         return None
     if _library is not None:
         return "another allocator was put in the place of memmgr's"
     try:
-        _why = _reason() or _put_in_place()
+        _why = _reason() or _put_in_place(take_over)
     except Exception as error:  # an import that fails would be our fault
         _why = f"{type(error).__name__}: {error}"
     return _why
 
 
 def in_place() -> bool:
-    """Do all CUDA tensors come from memmgr's allocator?"""
+    """Do new CUDA tensors come from memmgr's allocator?"""
     return _library is not None and bool(_library.mm_cuda_in_place())
 
 
@@ -248,13 +251,8 @@ def manage(allocator: str = "auto") -> str | None:
     unchanged. Returns None, or the reason why no budget can be kept. Never raises."""
     if allocator == NATIVE:
         return NOT_NATIVE if in_place() else _use_torchs()
-    why = install()
-    if why not in (LEFT, TOO_LATE):
-        return why
-    first, why_not = not _torchs, _use_torchs()
-    if why == TOO_LATE and first and why_not is None:
-        warn(f"the budget is kept in torch's own allocator, whose memory cannot be moved: steps are slower. {TOO_LATE}")
-    return why_not
+    why = install(take_over=True)
+    return _use_torchs() if why == LEFT else why
 
 
 def _use_torchs() -> str | None:

@@ -1,12 +1,15 @@
-"""Graphs that are captured while a budget is open: `torch.cuda.graph`, and its equivalents on other devices.
+"""Captured graphs: `torch.cuda.graph`, and its equivalents on other devices.
 
 Between `capture_begin` and `capture_end` ops are recorded and do not run: no thread can compare, copy or query bytes
-then. The graph contains the addresses of the tensors that its ops touch, so these stay where they are from then on.
+then. The graph contains the addresses of the tensors that its ops touch, so these stay where they are from then on. If a
+graph was captured while no budget was open these tensors are not known, so all that exist at an opening stay.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +39,42 @@ def is_capturing(device: torch.device) -> bool:
     return bool(ask is not None and ask())
 
 
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Graphs whose last capture was in a budget: the pager knows the tensors."""
+
+
+def captured_earlier(found: Iterable[Any], device: torch.device) -> bool:
+    """Is one of these objects a graph whose tensors are not known? A graph that was never captured has none."""
+    classes = tuple(graph_classes(device))
+    graphs = (thing for thing in found if issubclass(type(thing), classes))
+    return any(graph not in _seen and _has_ended_a_capture(graph) for graph in graphs)
+
+
+def _has_ended_a_capture(graph: Any) -> bool:
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    except AttributeError:  # another device's graphs: it is not told
+        return True
+    return True
+
+
+def _forget_at_begin(graphs: Any) -> None:
+    """A capture while no budget is open ends the pager's knowledge of the graph. This patch is never undone."""
+    original = graphs.capture_begin
+    if hasattr(original, "_memmgr"):
+        return
+
+    @functools.wraps(original)
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        _seen.discard(graph)
+        return original(graph, *args, **kwargs)
+
+    capture_begin._memmgr = True  # type: ignore[attr-defined]
+    graphs.capture_begin = capture_begin
+
+
 class Captures:
     """Reports running captures to the pager while one budget is open.
 
@@ -52,6 +91,7 @@ class Captures:
     def install(self) -> None:
         """Patches the functions that begin and end a capture."""
         for graphs in graph_classes(self._device):
+            _forget_at_begin(graphs)
             self._patches.wrap(graphs, "capture_begin", self._begin)
             self._patches.wrap(graphs, "capture_end", self._end)
 
@@ -61,7 +101,9 @@ class Captures:
             self._under_way.add(id(graph))  # first: Ctrl-C may come in between
             try:
                 self._pager.begin_capture()
-                return original(graph, *args, **kwargs)
+                result = original(graph, *args, **kwargs)
+                _seen.add(graph)
+                return result
             except BaseException:
                 self._ended(graph)
                 raise

@@ -1,10 +1,11 @@
 """NumPy arrays, DLPack capsules and slices of storages from the time before a budget, or from an earlier one (rule 9).
 
-From `import memmgr` on, `Tensor.numpy`, `Tensor.__dlpack__` and slices of `UntypedStorage` are noted. A budget that opens keeps
-the bytes of these tensors where they are: those of arrays that live, and the others while the storage lives. Slices of a mapped
-file may leave: the pager knows their ranges.
+From `import memmgr` on, `Tensor.numpy`, `Tensor.__dlpack__`, `to_dlpack`, `Tensor.__cuda_array_interface__` and slices of
+`UntypedStorage` are noted. A budget that opens keeps the bytes of these tensors where they are: those of arrays that live, and
+the others while the storage lives. Slices of a mapped file may leave: the pager knows their ranges.
 
-Known limitation: an array or a slice from before `import memmgr` is not known.
+Known limitations: an array, a capsule or a slice from before `import memmgr` is not known, nor is a bare address
+(`data_ptr()`) or a use of DLPack's table of C functions from before the budget.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from typing import Any
 import torch
 
 from memmgr.config.sizes import SMALL_BYTES
+
+DLPACK = (
+    (torch.Tensor, "__dlpack__"),
+    (torch._C, "_to_dlpack"),
+    (torch._C, "_to_dlpack_versioned"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch, "to_dlpack"),
+)
+"""The functions that hand out a tensor's bytes as a capsule. `Tensor.__dlpack__` calls one of the others."""
 
 
 class Exported:
@@ -32,8 +42,11 @@ class Exported:
         """Notes from now on. Only once a process."""
         if hasattr(torch.Tensor.numpy, "_memmgr"):
             return
-        for name, note in (("numpy", self._note_array), ("__dlpack__", self._note_storage)):
-            setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), note))
+        setattr(torch.Tensor, "numpy", _noting(torch.Tensor.numpy, self._note_array))  # noqa: B010
+        for owner, name in DLPACK:
+            setattr(owner, name, _noting(getattr(owner, name), self._note_storage))
+        interface = vars(torch.Tensor)["__cuda_array_interface__"].fget
+        setattr(torch.Tensor, "__cuda_array_interface__", property(_noting(interface, self._note_storage)))  # noqa: B010
         setattr(torch.UntypedStorage, "__getitem__", self._noting_slices(torch.UntypedStorage.__getitem__))  # noqa: B010
 
     def sliced(self) -> Iterator[torch.UntypedStorage]:

@@ -21,7 +21,7 @@ import torch
 
 from memmgr.common.constants import Escape
 
-from .exported import exported
+from .exported import DLPACK, exported
 from .inductor import PagedGraphs
 from .names import addressed_of, only_compares, pointers
 from .patches import Leave, Patches
@@ -95,13 +95,7 @@ class RawReaders:
         for storage in exported.sliced():
             self._pager.escape(storage._cdata, Escape.SLICE)
         wrap(torch.Tensor, "numpy", functools.partial(self._escaping, Escape.NUMPY))
-        wrap(torch.Tensor, "__dlpack__", functools.partial(self._escaping, Escape.DLPACK))
-        for owner, name in (
-            (torch._C, "_to_dlpack"),
-            (torch._C, "_to_dlpack_versioned"),
-            (torch.utils.dlpack, "to_dlpack"),
-            (torch, "to_dlpack"),
-        ):
+        for owner, name in DLPACK:
             wrap(owner, name, functools.partial(self._escaping, Escape.DLPACK))
         # A table of C functions that no patch can intercept; a caller that does not find it calls __dlpack__.
         self._patches.hide(torch.Tensor, "__dlpack_c_exchange_api__")

@@ -15,7 +15,7 @@ from memmgr.common.constants import Order
 from memmgr.common.errors import RecomputeError
 from memmgr.common.say import say, warn
 from memmgr.common.threads import Rationed
-from memmgr.config.sizes import UNLIMITED
+from memmgr.config.sizes import UNLIMITED, show_size
 from memmgr.distributed.job import Job
 from memmgr.native import binding as native
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes, shares_host_memory
@@ -30,7 +30,8 @@ from memmgr.observe.source_lines import TakenLines
 from memmgr.observe.stats import PagerFigures
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
-from memmgr.readers.captures import is_capturing
+from memmgr.readers.captures import captured_earlier, graph_classes, is_capturing
+from memmgr.readers.exported import exported
 from memmgr.readers.readers import Readers
 from memmgr.telemetry.publisher import Telemetry
 
@@ -242,7 +243,14 @@ class PagerRuntime:
         Returns the functions that the readers look for.
         """
         _thaw()
-        found = self.native.objects_of((torch.Tensor, *OWNERS), self._readers.libraries())
+        config = self.config
+        kinds = (torch.Tensor, *OWNERS, *graph_classes(config.device))
+        found = self.native.objects_of(kinds, self._readers.libraries())
+        if stay := captured_earlier(found, config.device):
+            found.clear()
+            gc.collect()  # the graph may be garbage
+            found = self.native.objects_of(kinds, self._readers.libraries())
+            stay = captured_earlier(found, config.device)
         functions = [thing for thing in found if isinstance(thing, BuiltinFunctionType)]
         if functions:
             found = [thing for thing in found if not isinstance(thing, BuiltinFunctionType)]
@@ -250,14 +258,32 @@ class PagerRuntime:
         saved: list[torch.Tensor] = []
         if self.native.others_wait():
             known += self.native.gradients_of(known)
-            saved = saved_without_hooks(known, self.config.device)
-        self.native.adopt_all(known)
+            saved = saved_without_hooks(known, config.device)
+        if not stay:
+            self._move_in(known)
+        self.native.adopt_all(known, stay)
+        if stay and (kept := self.native.stats()["escaped_bytes"]):
+            size = show_size(kept, binary=config.binary)
+            warn(
+                f"a graph was captured before the budget opened, so all tensors from before it stay in memory ({size})"
+            )
         for tensor in saved:
             self.native.adopt(tensor)
-        self._stock = Stock(self.native, [*live_tensors(known, self.config.device), *saved])
+        self._stock = Stock(self.native, [*live_tensors(known, config.device), *saved])
         self.native.add_outside(self._stock.bytes)
-        self._purposes.know([thing for thing in found if not issubclass(type(thing), torch.Tensor)])
+        self._purposes.know([thing for thing in found if issubclass(type(thing), OWNERS)])
         return functions
+
+    def _move_in(self, known: list[torch.Tensor]) -> None:
+        """Tensors move from torch's memory to the arena if CUDA was in use before memmgr's allocator came. `settle` evicts
+        those beyond the limit. A tensor that has been exported stays where it is.
+        """
+        pager, limit = self.native, min(self.config.limit_bytes, UNLIMITED)
+        held = [*exported.owners(), *exported.sliced()]  # each is one more reference to its storage
+        pager.set_limit(UNLIMITED)
+        pager.move_in(known)
+        pager.set_limit(limit)
+        held.clear()
 
     def _ended_pass(self, ended: Pass) -> None:
         self.telemetry.ended_pass(

@@ -6,6 +6,7 @@ it or query events (`fake_capture_violations` counts them). A replay writes to t
 
 import contextlib
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -176,6 +177,43 @@ def no_room() -> list[Tensor]:
         after = memmgr.stats()
         assert [after[k] for k in ("evictions", "offloads")] == [stats[k] for k in ("evictions", "offloads")]
     return [torch.tensor(raised), torch.autograd.grad(loss, w)[0].cpu()]
+
+
+def captured_earlier(mode: str, seed: int) -> dict[str, Any]:
+    """A graph is captured, then a budget opens, its tensors are told to leave, and it is replayed. An earlier budget has made
+    the tensors, so that they are the pool's. The graph is captured while no budget is open, in that one, or in both."""
+    managed._start(mode, seed, memory_bytes=1 << 27)
+    module: Any = torch.get_device_module(DEVICE)
+    found: dict[str, Any] = {}
+
+    def capture(graph: Any, x: Tensor, w: Tensor) -> Tensor:
+        stream = torch.Stream(DEVICE)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream, _capture(graph), torch.no_grad():
+            y = (x * w).sin()
+        torch.accelerator.current_stream().wait_stream(stream)
+        return y
+
+    for captures_in in ("none", "earlier", "both"):
+        graph = module.Graph()
+        with memmgr.budget("16MB", device=DEVICE, quiet=True, host="16MB"):
+            x, w, other = (torch.full((N,), value).to(DEVICE) for value in (1.0, 2.0, 3.0))
+            y = capture(graph, x, w) if captures_in != "none" else x
+        if captures_in != "earlier":
+            y = capture(graph, x, w)
+        with (
+            warnings.catch_warnings(record=True, action="always") as warned,
+            memmgr.budget("16MB", device=DEVICE, quiet=True, host="16MB") as mm,
+        ):
+            _all_leaves()
+            offloads = mm.stats()["offloads"]
+            taken = [torch.full((N,), 7.0).to(DEVICE) for _ in range(8)]
+            x.copy_(torch.full((N,), 5.0))
+            graph.replay()
+            right = torch.equal(y.cpu(), (torch.full((N,), 5.0) * 2.0).sin())
+        found[captures_in] = {"right": right, "offloads": offloads, "warned": [str(w.message) for w in warned]}
+        del taken, graph, x, y, w, other
+    return found
 
 
 PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {

@@ -89,3 +89,16 @@ def test_without_knowing_of_it_something_breaks(programs: Any, name: str) -> Non
 
 def test_no_budget_opens_while_a_graph_is_captured(programs: Any) -> None:
     assert "cannot be opened while a graph is captured" in programs["refused"]
+
+
+def test_a_graph_that_was_captured_before_the_budget_finds_its_tensors_in_place() -> None:
+    """All tensors from before stay if the pager has not seen the capture, else those that the graph touched."""
+    seen = child.run("captured_earlier", module="memdev.graphs", mode="late", seed=0)
+    assert [each["right"] for each in seen.values()] == [True] * 3
+    assert seen["earlier"]["offloads"] > 0 == len(seen["earlier"]["warned"])
+    for name in ("none", "both"):
+        assert seen[name]["offloads"] == 0
+        (warned,) = seen[name]["warned"]
+        assert warned.startswith(
+            "memmgr: a graph was captured before the budget opened, so all tensors from before it stay"
+        )

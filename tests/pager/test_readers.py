@@ -19,6 +19,7 @@ from torch import nn
 
 import memmgr
 from memmgr.native import binding as native
+from memmgr.readers import captures
 from memmgr.readers.patches import Patches
 from memmgr.readers.raw import RawReaders
 
@@ -241,6 +242,24 @@ def test_other_layouts(name: str) -> None:
         found = LAYOUTS[name](_numbers() + 0)
         assert torch.equal(found, want)
         assert mm.stats()["offloads"] + mm.stats()["evictions"] > 0
+
+
+def test_a_graph_object_that_was_never_captured_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.cuda.CUDAGraph: it has a pool once a capture has ended."""
+
+    class Graph:
+        captured = False
+
+        def pool(self) -> tuple[int, int]:
+            if not self.captured:
+                raise RuntimeError("without a preceding successful capture")
+            return 0, 1
+
+    monkeypatch.setattr(captures, "graph_classes", lambda device: [Graph])
+    graph, device = Graph(), torch.device("cpu")
+    assert not captures.captured_earlier([graph, object()], device)
+    graph.captured = True
+    assert captures.captured_earlier([object(), graph], device)
 
 
 def test_reads_while_the_budget_closes(monkeypatch: pytest.MonkeyPatch) -> None:

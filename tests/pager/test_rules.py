@@ -258,6 +258,19 @@ def test_an_address_that_was_handed_out_stays(opened: native.Pager, name: str) -
     del kept
 
 
+# A bare address is noted in budgets alone (exported.py).
+@pytest.mark.parametrize("name", [name for name in ESCAPED if "data_ptr" not in name])
+@pytest.mark.rule(9)
+def test_an_export_from_before_the_budget_stays(name: str) -> None:
+    t, other = torch.arange(65536.0), torch.arange(65536.0)
+    kept = ESCAPED[name](t)
+    with memmgr.budget("1GB", quiet=True):
+        assert native.load().take_away(other) > 0
+        assert native.load().take_away(t) == 0
+        assert _state(native.load(), t)["escaped"]
+    del kept
+
+
 def test_saving_a_model_larger_than_the_budget_pins_nothing(
     tmp_path: Path, pager: native.Pager, large_only: None, beyond: Callable[[str], int]
 ) -> None:

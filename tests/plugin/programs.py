@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def workspace(library: str, limit: str) -> list[int]:
 
 
 def late(limit: str, policy: str = "auto") -> dict[str, Any]:
-    """CUDA is used before the import: torch's own allocator stays, and the budget is kept in that."""
+    """CUDA is used before the import: memmgr's allocator takes over, or torch's own stays, and the budget is kept in that."""
     import torch
 
     torch.cuda.init()
@@ -230,13 +231,55 @@ def late(limit: str, policy: str = "auto") -> dict[str, Any]:
     }
 
 
+def taken_over(limit: str) -> dict[str, Any]:
+    """Tensors of torch's own allocator at an opening: one that can move, one that a DLPack alias shares, one with a view, one
+    of which autograd has saved a part, and a gradient."""
+    import torch
+    from torch.utils import dlpack
+
+    size = 4 * MIB
+    plain, shared, viewed, saved = (torch.full((MIB,), float(i)).cuda() for i in range(1, 5))
+    alias, view = dlpack.from_dlpack(dlpack.to_dlpack(shared)), viewed[5:]
+    leaf = torch.full((MIB,), 5.0).cuda().requires_grad_()
+    leaf.grad = torch.full((MIB,), 6.0).cuda()
+    graph = (leaf[: MIB // 2] * saved[: MIB // 2]).sum()
+    _step(torch)
+    cached = torch.cuda.memory_reserved()
+    import memmgr
+    from memmgr.native import binding
+
+    every = {"plain": plain, "viewed": viewed, "leaf": leaf, "grad": leaf.grad, "shared": shared, "saved": saved}
+    with memmgr.budget(int(limit), quiet=True, policy="offload") as opened:
+        native = binding.load()
+        outside = [native.arena_stats()["outside_bytes"]]
+        left = {name: native.take_away(tensor) > 0 for name, tensor in every.items()}
+        shared.copy_(torch.full((MIB,), 9.0))
+        _step(torch)
+        values = {
+            name: float(tensor.detach()[7].cpu()) for name, tensor in {**every, "alias": alias, "view": view}.items()
+        }
+        del graph, saved, shared, alias, every
+        torch.cuda.empty_cache()
+        native.stats()  # looks for ends of memory that is counted apart: the alias's
+        outside.append(native.arena_stats()["outside_bytes"])
+        stats = opened.stats()
+    return {
+        "cached": cached >= 20 * size,
+        "outside": [n / size for n in outside],
+        "left": left,
+        "values": values,
+        "counted": torch.cuda.memory_allocated() / size,
+        **_figures(stats),
+    }
+
+
 def threads(limit: str, first: str) -> dict[str, Any]:
     """Four threads, each with a stream of its own."""
     import threading
 
     import torch
 
-    if first == "cuda":
+    if first != "memmgr":
         torch.cuda.init()
     import memmgr
 
@@ -309,6 +352,30 @@ def draws(limit: str) -> dict[str, Any]:
                 errors.append([type(error).__name__, str(error)])
             driver.fake_break(0)
     return found | {"errors": errors}
+
+
+def before(limit: str) -> dict[str, Any]:
+    """Tells which tensors can leave: one whose address was handed out before the budget, another one, and that one again in a
+    budget that opens after the capture of a graph."""
+    import torch
+
+    import memmgr
+    from memmgr.native import binding
+
+    torch.cuda.init()
+    exported, other = (torch.zeros(MIB, device="cuda") for _ in range(2))
+    assert exported.__cuda_array_interface__["data"][0] == exported.data_ptr()
+    taken = []
+    with memmgr.budget(int(limit), quiet=True):
+        taken += [binding.load().take_away(tensor) for tensor in (exported, other)]
+    graph = torch.cuda.CUDAGraph()
+    with memmgr.budget(int(limit), quiet=True):  # it has not been captured yet
+        taken.append(binding.load().take_away(other))
+    with torch.cuda.graph(graph):
+        made = other.clone()
+    with warnings.catch_warnings(record=True, action="always") as warned, memmgr.budget(int(limit), quiet=True):
+        taken += [binding.load().take_away(tensor) for tensor in (other, made)]
+    return {"taken": [n > 0 for n in taken], "warned": [str(each.message) for each in warned]}
 
 
 def graphs(limit: str) -> dict[str, Any]:

@@ -66,14 +66,14 @@ def test_a_budget_gives_the_same_bits(order: str) -> None:
 
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_a_model_that_is_there_before_the_import(share: float) -> None:
-    """The third order: the allocator stays torch's own, which may then take no more than the budget."""
+    """The third order: memmgr's allocator takes over, and the tensors move."""
     plain = _native()
     limit = int(share * plain["reserved_peak_bytes"])
     managed = _probe(TRAINING, "late", str(limit))
     assert isinstance(managed, dict), managed
-    assert managed["allocator"] == "native"
+    assert managed["allocator"] == "memmgr"
     assert (managed["digest"], managed["losses"]) == (plain["digest"], plain["losses"])
-    assert managed["reserved_peak_bytes"] <= limit < plain["reserved_peak_bytes"]
+    assert managed["reserved_peak_bytes"] <= limit + 2 * PAGE < plain["reserved_peak_bytes"]
     assert managed["stats"]["resident_bytes.peak"] <= limit
     assert managed["stats"]["evictions"] + managed["stats"]["offloads"] > 0
 

@@ -49,6 +49,8 @@ class Library:
     def mm_cuda_install(self, *arguments: Any) -> int:
         self.asked.append(arguments[:2])
         self.there = not self.refuses
+        if self.refuses:
+            arguments[2].value = b"another one"
         return -1 if self.refuses else 0
 
 
@@ -82,30 +84,40 @@ def test_why_not(cuda: pytest.MonkeyPatch, change: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "warnings"),
+    "change",
     [
-        (lambda m: m.setattr(torch.cuda, "is_initialized", lambda: True), 1),
-        (lambda m: m.setenv("MEMMGR_INSTALL", "0"), 0),
-        (lambda m: m.setenv("MEMMGR_CONF", "quiet:1,allocator:native"), 0),
+        lambda m: m.setenv("MEMMGR_INSTALL", "0"),
+        lambda m: m.setenv("MEMMGR_CONF", "quiet:1,allocator:native"),
     ],
 )
-def test_torchs_own_allocator_stays_and_serves(
-    cuda: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, change: Any, warnings: int
-) -> None:
-    """It came first, or is wanted: `import memmgr` builds nothing then; a budget puts a door in front of it. The program is told
-    once where it came first."""
+def test_torchs_own_allocator_stays_and_serves_where_it_is_wanted(cuda: pytest.MonkeyPatch, change: Any) -> None:
+    """`import memmgr` builds nothing then; a budget puts a door in front of it."""
     change(cuda)
     cuda.setattr(torch.accelerator, "is_available", lambda: True)
     cuda.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert allocator.install() in (allocator.LEFT, allocator.TOO_LATE)
+    assert allocator.install() == allocator.LEFT
     library = Library()
     cuda.setattr(allocator, "build", lambda: Path("x.so"))
     cuda.setattr(allocator, "_load", lambda path: library)
     for kind in ("auto", "native"):
         assert memmgr.budget("1GB", allocator=kind)._device == torch.device("cuda")
     assert (library.asked, library.doors) == ([], [None])
-    assert ["steps are slower" in str(one.message) for one in recwarn] == [True] * warnings
     assert allocator.address() == 4096 and not allocator.in_place()
+
+
+def test_a_budget_takes_over_where_cuda_is_in_use(cuda: pytest.MonkeyPatch) -> None:
+    """`import memmgr` builds nothing then. While a graph is captured the budget is refused."""
+    library, capturing = Library(), True
+    cuda.setattr(torch.cuda, "is_initialized", lambda: True)
+    cuda.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert allocator.install() == allocator.IN_USE
+    cuda.setattr(allocator, "build", lambda: Path("x.so"))
+    cuda.setattr(allocator, "_load", lambda path: library)
+    assert allocator.manage() == allocator.CAPTURING
+    capturing = False
+    assert allocator.install() == allocator.IN_USE and not library.asked
+    assert allocator.manage() is None and allocator.in_place()
+    assert (library.asked, library.doors) == ([(None, 0)], [])
 
 
 def test_torchs_own_allocator_cannot_come_back(cuda: pytest.MonkeyPatch) -> None:
@@ -135,11 +147,10 @@ def test_it_is_put_in_place_once(cuda: pytest.MonkeyPatch, memory: str | None, n
     assert "another allocator" in (allocator.install() or "")
 
 
-def test_whoever_comes_too_late_is_told(cuda: pytest.MonkeyPatch) -> None:
-    """Between our look and the installation somebody initialised CUDA."""
+def test_a_refusal_is_told(cuda: pytest.MonkeyPatch) -> None:
     cuda.setattr(allocator, "build", lambda: Path("x.so"))
     cuda.setattr(allocator, "_load", lambda path: Library(refuses=True))
-    assert allocator.install() == allocator.TOO_LATE
+    assert allocator.install() == "another one"
     assert not allocator.in_place()
 
 

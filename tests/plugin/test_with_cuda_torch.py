@@ -116,10 +116,11 @@ def test_the_second_budget_of_a_process_maps_no_page() -> None:
 
 
 @pytest.mark.parametrize("mode", ["random", "late"])
-@pytest.mark.parametrize("first, backend", [("memmgr", "memmgr"), ("cuda", "native")])
+@pytest.mark.parametrize("first, backend", [("memmgr", "memmgr"), ("cuda", "memmgr"), ("native", "native")])
 def test_threads_with_streams_of_their_own(first: str, backend: str, mode: str) -> None:
     limit = 200 * MIB
-    found = _run("threads", str(limit), first, FAKE_DRIVER_MODE=mode)
+    conf = "allocator:native" if first == "native" else ""
+    found = _run("threads", str(limit), first, FAKE_DRIVER_MODE=mode, MEMMGR_CONF=conf)
     assert found["backend"] == backend
     assert found["errors"] == []
     assert found["offloads"] > 0
@@ -136,12 +137,14 @@ def test_how_full_it_is_picks_no_kernels() -> None:
 
 @pytest.mark.parametrize("mode", ["prompt", "random", "late"])
 @pytest.mark.parametrize("policy", ["auto", "offload"])
-def test_torchs_own_allocator_keeps_a_budget(policy: str, mode: str) -> None:
-    """CUDA was used before the import. torch's reserved memory, not only its allocated blocks, stays in the budget. Not
-    with expandable segments: torch's own calls of the driver end in the double, with memmgr or without."""
+@pytest.mark.parametrize("allocator", ["memmgr", "native"])
+def test_a_budget_that_opens_after_cuda_was_used(allocator: str, policy: str, mode: str) -> None:
+    """torch's reserved memory, not only its allocated blocks, stays in the budget. Not with expandable segments: torch's own
+    calls of the driver end in the double, with memmgr or without."""
     limit = 80 * MIB
-    found = _run("late", str(limit), policy, FAKE_DRIVER_MODE=mode)
-    assert found["backend"] == "native"
+    conf = "allocator:native" if allocator == "native" else ""
+    found = _run("late", str(limit), policy, FAKE_DRIVER_MODE=mode, MEMMGR_CONF=conf)
+    assert found["backend"] == allocator
     assert found["need"] > limit * 1.3
     assert found["peaks"][0] <= found["peaks"][1] <= limit
     assert found["resident_bytes.peak"] <= limit
@@ -151,6 +154,35 @@ def test_torchs_own_allocator_keeps_a_budget(policy: str, mode: str) -> None:
     assert found["error"].startswith("BudgetError: CUDA out of memory. Tried to allocate ")
     assert found["fractions"] == [0.5, 0.5]
     assert found["left"] == 0
+
+
+@pytest.mark.parametrize("mode", ["random", "late"])
+def test_tensors_from_before_memmgrs_allocator_page_if_nobody_else_has_them(mode: str) -> None:
+    found = _run("taken_over", "80000000", FAKE_DRIVER_MODE=mode)
+    assert found["cached"]
+    movable = dict.fromkeys(("plain", "viewed", "leaf", "grad"), True)
+    assert found["left"] == movable | {"shared": False, "saved": False}
+    assert found["values"] == {
+        "plain": 1,
+        "viewed": 3,
+        "view": 3,
+        "leaf": 5,
+        "grad": 6,
+        "shared": 9,
+        "alias": 9,
+        "saved": 4,
+    }
+    before, after = found["outside"]
+    assert 2 <= before <= 11 and after == 0  # blocks of 4 MiB share segments of 20 MiB
+    assert found["counted"] == 4
+    assert found["offloads"] > 0 and found["resident_bytes.peak"] <= found["budget_bytes"]
+
+
+def test_addresses_from_before_a_budget_stay() -> None:
+    found = _run("before", "100000000")
+    assert found["taken"] == [False, True, True, False, False]
+    (warned,) = found["warned"]
+    assert warned.startswith("memmgr: a graph was captured before the budget opened")
 
 
 @pytest.mark.parametrize("allocator, limit", [("memmgr", 60_000_000), ("native", 120_000_000)])

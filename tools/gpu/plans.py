@@ -118,6 +118,7 @@ def first(place: Place) -> list[Act]:
     acts = [
         driver_calls(place),
         train(place, "smoke mapped", "smoke", 60, spec),
+        train(place, "smoke late", "smoke", 60, {**spec, "late": True}),
         train(place, "smoke native", "smoke", 60, spec, **native),
         train(place, "smoke native expandable", "smoke", 60, spec, **expandable),
         train(place, "smoke plain torch", "smoke", 60, {**spec, "plain": True, "runs": smoke[:1]}),

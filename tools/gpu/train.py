@@ -5,7 +5,8 @@
 Started by its path by `check.py`, so that a process can leave memmgr out: `"plain": true` at the top never imports it, and all
 runs are torch's own. Otherwise memmgr is imported before CUDA is initialised, as a user would, and its allocator serves all runs.
 
-Keys at the top: `model`, `tiny`, `batch`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that).
+Keys at the top: `model`, `tiny`, `batch`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that),
+`late` (a tensor is on the device before memmgr is imported).
 `device` "simulated" is the tests' device with virtual time (simulated.py) in `tests`, a folder of a checkout: the models are the
 real ones, their kernels take their time and do nothing, `figures` is the table. All seconds of openings and steps are virtual.
 Keys of a run, all optional except `name`:
@@ -44,6 +45,11 @@ from typing import Any
 faulthandler.enable()
 SPEC: dict[str, Any] = json.loads(sys.argv[1])
 PLAIN = SPEC.get("plain", False)
+EARLY = None
+if SPEC.get("late"):
+    import torch
+
+    EARLY = torch.ones(1 << 20, device=SPEC.get("device", "cuda"))
 if not PLAIN:
     import memmgr
 

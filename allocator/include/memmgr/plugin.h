@@ -1,6 +1,5 @@
-// The seam between CUDA's allocator in torch (allocator/cuda, one per process: memmgr's, installed before CUDA is
-// initialised, or torch's own behind a door) and the pager, which has the budgets and the victims. Tables of functions,
-// because neither links the other.
+// The seam between CUDA's allocator in torch (allocator/cuda, one per process: memmgr's, or torch's own behind a door)
+// and the pager, which has the budgets and the victims. Tables of functions, because neither links the other.
 #ifndef MEMMGR_PLUGIN_H
 #define MEMMGR_PLUGIN_H
 #include "memmgr/device.h"
@@ -9,7 +8,7 @@
 extern "C" {
 #endif
 
-#define MM_PLUGIN_VERSION 3
+#define MM_PLUGIN_VERSION 4
 
 // The calls of the allocator while a budget is open, for the device of the budget.
 typedef struct {
@@ -36,6 +35,8 @@ typedef struct {
   int (*owns)(const void* p);     // any address; torch's own: never
   uint64_t (*live)(int ordinal);  // bytes of live blocks; 0 for a device that is not open
   void (*trim)(int ordinal);      // cached memory beyond the budget goes back to the device
+  // Returns the deleter of blocks that torch's own allocator gave before memmgr's was in place; NULL: there are none.
+  void (*(*earlier)(void))(void* p);
 } mm_plugin;
 
 #ifdef __cplusplus

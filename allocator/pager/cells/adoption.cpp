@@ -10,6 +10,7 @@
 #include "cells/cell.h"
 #include "cells/cell_bytes.h"
 #include "cells/copies.h"
+#include "cells/lifetime.h"
 #include "cells/mapped_range.h"
 #include "cells/names.h"
 #include "cells/pointer_trap.h"
@@ -104,7 +105,27 @@ Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_
     mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
     session.counters.adopted_bytes += c->nbytes;
   }
+  if (C10_UNLIKELY(session.adopted_stay) && !born && !c->small) escape_locked(c, Escape::kCaptured);
   return c;
+}
+
+bool move_into_pool(Session& session, c10::StorageImpl* s) {
+  Pool* pool = session.pool;
+  at::DataPtr& p = pointer_of(s);
+  if (!pool->earlier() || p.get_deleter() != pool->earlier() || p.device() != pool->device || lead_of(p) != 0)
+    return false;
+  if (s->sym_nbytes().is_heap_allocated() || s->nbytes() == 0) return false;
+  at::DataPtr moved = pool->try_allocate(s->nbytes(), 0);
+  if (!moved) {
+    pool->settle();
+    pool->trim();
+    moved = pool->try_allocate(s->nbytes(), 0);
+  }
+  if (!moved) return false;
+  pool->copy(moved.get(), p.get(), s->nbytes());
+  p = std::move(moved);
+  s->set_allocator(pool->allocator());
+  return true;
 }
 
 void unadopt(Cell* c) {

@@ -45,8 +45,7 @@ bool may_be_fixed(const Session& session, const c10::StorageImpl* s) {
   if (!pool || forked_child || !p.get() || s->sym_nbytes().is_heap_allocated()) return false;
   if (p.device().type() != pool->device.type() || (!pool->on_host() && p.device().index() != pool->device.index()))
     return false;
-  if (s->nbytes() < session.options.small_bytes || pool->owns(p.get()) || c10::impl::cow::is_cow_data_ptr(p))
-    return false;
+  if (s->nbytes() < session.options.small_bytes || pool->counts(p) || c10::impl::cow::is_cow_data_ptr(p)) return false;
   return !is_counted_as_fixed(s) && !cell_of(s) && !adoptable(session, s) && !is_part_of_cell(s);
 }
 

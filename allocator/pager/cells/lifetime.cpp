@@ -93,6 +93,15 @@ bool end_move_locked(Cell* c, bool absent) {
   return (now & kDead) && (now & kPinMask) == 0;
 }
 
+void escape_locked(Cell* c, Escape why) {
+  c->escape = why;
+  name_escaped_locked(c);
+  stand_pinned_locked(c);
+  totals.escaped_bytes += c->nbytes;
+  count_long_pinned_locked(c);
+  c->pool->session.counters.escapes++;
+}
+
 void end_move(Cell* c, bool absent) {
   bool last;
   {

@@ -21,6 +21,8 @@ inline void unpin(Cell* c) {
   const uint32_t before = c->state.fetch_sub(1, std::memory_order_acq_rel);
   if (C10_UNLIKELY((before & kDead) && (before & kPinMask) == 1 && !(before & kBusy))) last_user_is_gone(c);
 }
+// A resident cell keeps its address from now on, because others have it.
+void escape_locked(Cell* c, Escape why) REQUIRES(graph_lock());
 // Ends a move: clears kBusy, sets or clears kAbsent, and wakes waiting threads.
 void end_move(Cell* c, bool absent);
 bool end_move_locked(Cell* c, bool absent)

@@ -8,7 +8,6 @@
 #include "base/thread_state.h"
 #include "cells/cell.h"
 #include "cells/lifetime.h"
-#include "cells/names.h"
 #include "cells/pointer_trap.h"
 #include "cells/version.h"
 #include "concurrency/deferred_steps.h"
@@ -36,14 +35,7 @@ void escape(Cell* c, Escape why) {
   }
   {
     const Hold lock(graph_lock());
-    if (c->escape == Escape::kNone) {
-      c->escape = why;
-      name_escaped_locked(c);
-      stand_pinned_locked(c);
-      totals.escaped_bytes += c->nbytes;
-      count_long_pinned_locked(c);
-      session.counters.escapes++;
-    }
+    if (c->escape == Escape::kNone) escape_locked(c, why);
   }
   unpin(c);
 }

@@ -49,6 +49,7 @@ class DevicePool final : public Pool {
   mm_stream home(const void* block) const override { return mm_device_home(memory_, block); }
 
   c10::DeleterFnPtr deleter() const override { return is_cuda() ? plugin->release : &free_on_device; }
+  c10::DeleterFnPtr earlier() const override { return is_cuda() ? plugin->earlier() : nullptr; }
   c10::Allocator* allocator() const override { return c10::GetAllocator(device.type()); }
 
   // Allocates on this device, whichever is current, with or without an open budget.

@@ -32,6 +32,11 @@ class Pool {
 
   // The deleter that marks a DataPtr as the pool's.
   virtual c10::DeleterFnPtr deleter() const = 0;
+  // The deleter of blocks that torch's own allocator gave before the pool's was in place, or null. The arena counts its
+  // memory as outside. No cell is made of such a block, but its bytes can be moved (cells/adoption.h).
+  virtual c10::DeleterFnPtr earlier() const { return nullptr; }
+  // Returns true if the arena counts this memory.
+  bool counts(const at::DataPtr& p) const { return owns(p.get()) || (earlier() && p.get_deleter() == earlier()); }
   // The allocator that storages of this memory keep.
   virtual c10::Allocator* allocator() const = 0;
   // Allocates on the calling thread's stream. Throws c10::OutOfMemoryError when nothing more can be evicted.

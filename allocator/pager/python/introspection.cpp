@@ -295,9 +295,9 @@ std::optional<StorageInfo> info_of_storage(const at::Tensor& t) {
   c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   const Cell* c = cell_of(s);
   const bool absent = c && (c->state.load() & kAbsent);
-  const void* p = pointer_of(s).get();
+  const at::DataPtr& p = pointer_of(s);
   const bool counted =
-      absent || (c && c->outside) || is_counted_as_fixed(s) || (the_session.pool && p && the_session.pool->owns(p));
+      absent || (c && c->outside) || is_counted_as_fixed(s) || (p.get() && the_session.pool->counts(p));
   return StorageInfo{reinterpret_cast<uintptr_t>(s), absent ? 0 : s->nbytes(), s->nbytes(), counted};
 }
 

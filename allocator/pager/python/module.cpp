@@ -2,10 +2,14 @@
 #include <ATen/record_function.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <new>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "base/clock.h"
 #include "base/deferred_drop.h"
@@ -116,6 +120,7 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   }
   the_session.pool = pool;
   the_session.arena = pool->arena;
+  the_session.adopted_stay = false;
   mm_arena_set_layout(the_session.arena, window ? MM_REMAP_LAST : MM_REMAP_FIRST);
   pool->set_budget(limit);
   pool->install();
@@ -284,7 +289,8 @@ uint64_t py_adopt(Addressed o) {
 
 // Adopts these, the leaves' gradients, and the cells of earlier budgets. Returns their bytes. A gradient that another
 // thread sets at the same time is adopted when an op touches it.
-uint64_t py_adopt_all(TensorList tensors) {
+uint64_t py_adopt_all(TensorList tensors, bool stay) {
+  the_session.adopted_stay = stay;
   const bool gradients = elsewhere() != Elsewhere::kGradients;
   std::vector<StoragePtr> found, others;
   const auto add = [&](const at::Tensor& t) {
@@ -328,6 +334,45 @@ uint64_t py_adopt_all(TensorList tensors) {
   return bytes;
 }
 
+// Moves tensors from torch's own memory to the pool's. A tensor or storage with a reference that is not known here (a
+// DLPack capsule, a reducer's bucket, a saved tensor) stays: its owner may have the address. Returns the bytes.
+uint64_t py_move_in(TensorList tensors) {
+  Pool* pool = the_session.pool;
+  if (!the_session.open || !pool->earlier()) return 0;
+  std::unordered_set<const c10::TensorImpl*> wrapped;
+  std::unordered_map<const c10::TensorImpl*, size_t> references;
+  std::unordered_map<c10::StorageImpl*, std::unordered_set<const c10::TensorImpl*>> users;
+  const auto add = [&](const at::Tensor& t) {
+    if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return false;
+    references[t.unsafeGetTensorImpl()]++;
+    users[t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()].insert(t.unsafeGetTensorImpl());
+    return true;
+  };
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.object); ++i) {
+    PyObject* o = PyList_GET_ITEM(tensors.object, i);
+    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;
+    const at::Tensor& t = THPVariable_Unpack(o);  // Python's reference
+    if (!wrapped.insert(t.unsafeGetTensorImpl()).second || !add(t)) continue;
+    if (const auto* view = torch::autograd::impl::get_view_autograd_meta(t); view && view->has_bw_view())
+      references[view->get_backward_view().base_.unsafeGetTensorImpl()]++;
+    if (!t.is_leaf()) continue;
+    add(t.grad());
+    if (torch::autograd::impl::try_get_grad_accumulator(t)) references[t.unsafeGetTensorImpl()]++;
+  }
+  pool->settle();  // other streams write there
+  uint64_t bytes = 0;
+  for (const auto& [s, of] : users) {
+    if (is_small(the_session.options, s) || c10::raw::intrusive_ptr::use_count(s) != of.size()) continue;
+    const auto all_known = [&](const c10::TensorImpl* t) {
+      return c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(t)) == references[t];
+    };
+    if (std::all_of(of.begin(), of.end(), all_known) && move_into_pool(the_session, s)) bytes += s->nbytes();
+  }
+  pool->settle();  // and will read here
+  pool->trim();
+  return bytes;
+}
+
 // Evicts cells that were adopted past the limit. Returns the bytes that are still resident beyond it.
 uint64_t py_settle() {
   uint64_t beyond = 0;
@@ -368,10 +413,14 @@ void bind_budget(Module& m) {
                   "Opens a budget.");
   m.def<&py_close>("close", "", "Restores all cells, leaves ordinary tensors and closes the budget.");
   m.def<&py_adopt>("adopt", "tensor", "The bytes of the tensor's cell, which is made if need be; 0: it has none.");
-  m.def<&py_adopt_all>(
-      "adopt_all", "tensors",
-      "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. The result "
-      "is their bytes.");
+  m.def<&py_adopt_all>("adopt_all", "tensors, stay=False",
+                       "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. `stay`: "
+                       "they, and what is "
+                       "adopted later, keep their addresses. The result is their bytes.");
+  m.def<&py_move_in>(
+      "move_in", "tensors",
+      "Moves these tensors from the memory of torch's own allocator to the pool's, where nothing else refers "
+      "to their storages. The result is their bytes.");
   m.def<&py_settle>("settle", "", "Evicts cells beyond the limit. The result is the bytes that are still beyond it.");
   m.def<&py_set_errors>("set_errors", "make, wrong, torchs",
                         "`make` returns the exception for out of memory, of its text. `wrong` is the class for wrong "
