@@ -59,6 +59,15 @@ def tries(make: Callable[[], models.Training], limit: int, **options: Any) -> li
     raise AssertionError(f"none of {tried} worked")
 
 
+def named(make: Callable[[], models.Training], floor: int, share: float, **options: Any) -> int:
+    """The budget, beyond the bytes that are there, which the first error names below the floor. It works."""
+    there = bytes_already_there()
+    gc.collect()
+    tried = tries(make, there + int(share * floor), **options)
+    assert len(tried) == 2, tried
+    return tried[1] - there
+
+
 def works(make: Callable[[], models.Training], limit: int, **options: Any) -> bool:
     gc.collect()
     training = make()
@@ -95,11 +104,9 @@ def recurrent() -> models.Training:
 
 @pytest.mark.parametrize("share", [0.4, pytest.param(0.6, marks=pytest.mark.slow), 0.95])  # the two ends
 def test_where_a_kernel_takes_most_for_itself(share: float) -> None:
-    floor, there = _floor_beyond(recurrent), bytes_already_there()
-    gc.collect()
-    tried = tries(recurrent, there + int(share * floor))
-    assert len(tried) == 2, tried
-    assert tried[1] - there <= 2 * floor, f"{(tried[1] - there) / floor:.2f} times what would do"
+    floor = _floor_beyond(recurrent)
+    least_named = named(recurrent, floor, share)
+    assert least_named <= 2 * floor, f"{least_named / floor:.2f} times what would do"
 
 
 def checkpointed() -> models.Training:
@@ -176,11 +183,9 @@ _SHARES = {
 def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: float) -> None:
     """The first error is the last, at any point of the run."""
     make = TRAININGS[model]
-    floor, there = _floor_beyond(make), bytes_already_there()
-    gc.collect()
-    tried = tries(make, there + int(share * floor))
-    assert len(tried) == 2, tried
-    assert tried[1] - there <= 1.36 * floor, f"{(tried[1] - there) / floor:.2f} times what would do"
+    floor = _floor_beyond(make)
+    least_named = named(make, floor, share)
+    assert least_named <= 1.36 * floor, f"{least_named / floor:.2f} times what would do"
 
 
 # The GPT with both shares, the others with one by turns. The MLP, which has a search for its smallest budget of six seconds,
@@ -206,12 +211,10 @@ _WITHOUT_A_DISK = {
 def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
     """Model states and tensors without a recipe stay then, and the floor leaves out tensors that are recomputed beside an op."""
     make = {**TRAININGS, "recurrent": recurrent}[model]
-    floor, there = _floor_beyond(make, disk=False), bytes_already_there()
-    gc.collect()
-    tried = tries(make, there + int(share * floor), disk=False)
-    assert len(tried) == 2, tried
+    floor = _floor_beyond(make, disk=False)
+    least_named = named(make, floor, share, disk=False)
     least = _least_beyond(make, floor)
-    assert tried[1] - there <= 1.45 * least, f"{(tried[1] - there) / least:.2f} times what would do"
+    assert least_named <= 1.45 * least, f"{least_named / least:.2f} times what would do"
 
 
 @pytest.fixture
@@ -227,10 +230,8 @@ def no_file_grows() -> Iterator[None]:
 @pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.slow), "gpt"])  # the same errors of the disk
 def test_so_does_the_one_with_a_disk_that_takes_nothing(no_file_grows: None, model: str, share: float) -> None:
     make = TRAININGS[model]
-    floor, there = _floor_beyond(make, disk=False), bytes_already_there()
-    gc.collect()
-    tried = tries(make, there + int(share * floor))
-    assert len(tried) == 2, tried
+    floor = _floor_beyond(make, disk=False)
+    named(make, floor, share)
 
 
 FIRST = """
@@ -268,11 +269,9 @@ def accumulating(rows: int = 512) -> models.Training:
 @pytest.mark.parametrize("share", [0.7, pytest.param(0.9, marks=pytest.mark.slow)])  # both fail in the first update
 def test_the_first_update_comes_after_several_backwards(share: float) -> None:
     """None of them was beside the optimizer's states, and all the next ones are."""
-    floor, there = _floor_beyond(accumulating, disk=False), bytes_already_there()
-    gc.collect()
-    tried = tries(accumulating, there + int(share * floor), disk=False)
-    assert len(tried) == 2, tried
-    assert tried[1] - there <= 1.5 * floor, f"{(tried[1] - there) / floor:.2f} times the floor"
+    floor = _floor_beyond(accumulating, disk=False)
+    least_named = named(accumulating, floor, share, disk=False)
+    assert least_named <= 1.5 * floor, f"{least_named / floor:.2f} times the floor"
 
 
 def test_a_measuring_run_counts_an_update_of_lists_at_its_largest_index() -> None:

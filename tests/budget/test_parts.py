@@ -103,14 +103,9 @@ _ONE = [
 
 
 @pytest.mark.parametrize("name", _ONE)
-def test_evict_alone_needs_no_disk(name: str) -> None:
-    stats = at(name, 0.5, policy="evict", disk=False)
-    assert stats["evictions"] > 0 and stats["offloads"] == 0
-
-
-@pytest.mark.parametrize("name", _ONE)
-def test_auto_without_a_tier_evicts(name: str) -> None:
-    stats = at(name, 0.5, policy="auto", disk=False)
+@pytest.mark.parametrize("policy", ["evict", "auto"])
+def test_without_a_disk_tensors_are_evicted(policy: str, name: str) -> None:
+    stats = at(name, 0.5, policy=policy, disk=False)
     assert stats["evictions"] > 0 and stats["offloads"] == 0
 
 

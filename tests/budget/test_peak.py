@@ -87,13 +87,6 @@ def test_with(model: str, share: float, inside: bool) -> None:
         assert outside > 0, "stock was not taken: the model was there before"
 
 
-@pytest.mark.slow  # `test_with` opens the same budget; the decorator's own rules are in test_decorated.py
-@pytest.mark.parametrize(("model", "share"), [("gpt", 0.5), ("convnet", 0.75)])
-def test_decorator(model: str, share: float) -> None:
-    seen, _ = managed(model, share, "decorator")
-    same_bits(seen, model)
-
-
 @pytest.mark.parametrize(
     ("model", "share"),
     [

@@ -84,10 +84,7 @@ def train(
             if (step + 1) % accumulate == 0:
                 opt.step()
     del loss
-    record.model(model)
-    record.optimizer(opt)
-    record.rng()
-    return record
+    return record.ended(model, opt)
 
 
 STEPS = 4
@@ -297,9 +294,7 @@ def autocast_bf16_backward_inside(seed: int, scope: Scope) -> Record:
             record.losses(loss.detach())
             opt.step()
     del loss
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 @case()
@@ -756,10 +751,7 @@ def retain_graph(seed: int, scope: Scope) -> Record:
             h.tanh().mean().backward()
             opt.step()
     del h
-    record.model(model)
-    record.optimizer(opt)
-    record.rng()
-    return record
+    return record.ended(model, opt)
 
 
 def _optimizer_in_backward(detached: bool) -> CaseFunction:
@@ -791,9 +783,7 @@ def _optimizer_in_backward(detached: bool) -> CaseFunction:
         for hook in hooks:
             hook.remove()
         del loss
-        record.model(model)
-        record.rng()
-        return record
+        return record.ended(model)
 
     return fn
 
@@ -1001,10 +991,7 @@ def _trips(where: str) -> CaseFunction:
                         handle.remove()
         assert caught == 3
         del loss
-        record.model(model)
-        record.optimizer(opt)
-        record.rng()
-        return record
+        return record.ended(model, opt)
 
     return fn
 
@@ -1114,9 +1101,7 @@ def adaptive_optimizers(seed: int, scope: Scope) -> Record:
     with scope():
         for _ in range(2):
             opt.step(closure)
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 @case()

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -98,6 +98,14 @@ class Record(dict[str, Bits]):
         self.put("rng_state", torch.get_rng_state())
         self.put("python_random", random.random())
         self.put("numpy_random", float(np.random.random()))
+
+    def ended(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Self:
+        """Records the state of a training that has ended."""
+        self.model(model)
+        if optimizer is not None:
+            self.optimizer(optimizer)
+        self.rng()
+        return self
 
 
 def differences(want: Record, got: Record) -> list[str]:

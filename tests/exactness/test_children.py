@@ -53,10 +53,7 @@ def loader(context: str, persistent: bool) -> Callable[[int, Scope], Record]:
             if persistent:
                 loader._iterator._shutdown_workers()
                 loader._iterator = None
-        record.model(model)
-        record.optimizer(opt)
-        record.rng()
-        return record
+        return record.ended(model, opt)
 
     return fn
 
@@ -134,9 +131,7 @@ def _forks(body: Callable[[nn.Module, torch.Tensor, Record], None]) -> Callable[
                     opt.zero_grad()
                     record.losses(loss.detach())
             del loss
-            record.model(model)
-            record.rng()
-            return record
+            return record.ended(model)
         finally:
             torch.set_num_threads(threads)
 

@@ -159,10 +159,7 @@ def test_model_states_leave(name: str) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 record.losses(loss.detach())
-        record.model(model)
-        record.optimizer(optimizer)
-        record.rng()
-        return record
+        return record.ended(model, optimizer)
 
     got = managed(fn, HUGE_BYTES, "torture")
     assert_same(reference(fn), got.record, name)
@@ -220,10 +217,7 @@ def test_two_contexts_one_after_the_other() -> None:
             loss.backward()
             opt.step()
             opt.zero_grad()
-        record.model(model)
-        record.optimizer(opt)
-        record.rng()
-        return record
+        return record.ended(model, opt)
 
     want = reference(fn)
     for policy in ("torture", "auto"):

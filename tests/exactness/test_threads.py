@@ -167,9 +167,7 @@ def backward_in_another_thread(seed: int, scope: Scope) -> Record:
             record.losses(box.pop().detach())
             opt.step()
             opt.zero_grad()
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 @threaded
@@ -249,9 +247,7 @@ def data_parallel_threads(seed: int, scope: Scope) -> Record:
             opt.zero_grad()
             record.losses(loss.detach())
     del loss
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,12 +1,15 @@
 """The pager's locks (allocator/pager/base/lock.h): a wrong order ends the process, and a child of fork finds them free."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import forkserver
 import pytest
+
+from memmgr.tools.house import check_locks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGER = ROOT / "allocator" / "pager"
@@ -64,3 +67,46 @@ def test_a_collective_that_has_the_last_tensor_ends_outside_of_its_lock() -> Non
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     done = forkserver.run([sys.executable, "-c", COLLECTIVES], capture_output=True, text=True, env=env, timeout=90)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_each_function_that_wants_a_lock_says_which() -> None:
+    named: set[str] = set()
+    marked: set[str] = set()  # and pointers to functions, which cannot be marked
+    for path in (*PAGER.rglob("*.h"), *PAGER.rglob("*.cpp")):
+        text = path.read_text()
+        named |= set(re.findall(r"\b(\w+_locked)\(", text))
+        marked |= set(re.findall(r"\b(\w+_locked)\((?:[^;{}]|\{\})*?\)\s*(?:const\s*)?REQUIRES", text))
+        marked |= set(re.findall(r"\(\*(\w+_locked)\)", text))
+    assert named - marked == set()
+
+
+UNIT = """
+#include "base/lock.h"
+namespace memmgr::pager {
+int state OF_GRAPH = 0;
+void change_locked() REQUIRES(graph_lock());
+void work() {
+  %s
+}
+}
+"""
+
+
+@pytest.mark.skipif(not check_locks.program(), reason="there is no clang-tidy")
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("const Hold lock(graph_lock()); ++state; change_locked();", ""),
+        ("++state;", "writing variable 'state' requires holding mutex 'graph_lock()'"),
+        ("change_locked();", "calling function 'change_locked' requires holding mutex 'graph_lock()'"),
+        ("const Hold lock(graph_lock()); const Unlocked free(graph_lock()); ++state;", "writing variable 'state'"),
+        ("Hold lock(graph_lock()); { const Unlocked free(graph_lock()); } ++state;", ""),
+        ("const Hold lock(lock_of(LockId::kKinds)); ++state;", "writing variable 'state'"),
+    ],
+)
+def test_clang_compares_guarded_state_with_held_locks(tmp_path: Path, code: str, error: str) -> None:
+    unit = tmp_path / "unit.cpp"
+    unit.write_text(UNIT % code)
+    done = check_locks.check(unit)
+    assert (done.returncode != 0) == bool(error), done.stdout + done.stderr
+    assert error in done.stdout

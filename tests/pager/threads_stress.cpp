@@ -28,7 +28,7 @@
 namespace memmgr::pager {
 
 Session session;
-SumUnderLock resident_cell_bytes;
+Totals totals;
 uint64_t now_ns() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memmgr.policies.online.policy import Online
+from memmgr.policies.plan.paging import Paged
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.plan import Plan
@@ -45,14 +46,18 @@ def unmanaged(log: Path) -> tuple[int, int]:
     return peak, time
 
 
-def keeps_the_rules(trace: Trace, made: Run, budget: int, tier: TierLink | None = None) -> Cost:
-    """Replays the schedule of a run within its budget, which has the run's peak and time."""
-    link = tier or TierLink("host", 1.0, 1.0)
-    cost = replay(
+def judged(trace: Trace, made: Run | Paged, budget: int, link: TierLink) -> Cost:
+    """Cost by the rules of schedule.py, which also check that it ends with the blocks that it began with."""
+    return replay(
         trace, made.steps, budget, write_rate=link.write_bytes_per_second,
         read_rate=link.read_bytes_per_second, latency_seconds=link.latency_seconds, shared=link.shared,
         away=made.away, clean=made.clean,
     )  # fmt: skip
+
+
+def keeps_the_rules(trace: Trace, made: Run, budget: int, tier: TierLink | None = None) -> Cost:
+    """Replays the schedule of a run within its budget, which has the run's peak and time."""
+    cost = judged(trace, made, budget, tier or TierLink("host", 1.0, 1.0))
     assert cost.valid, cost.why
     assert (cost.peak_bytes, cost.seconds) == (made.peak_bytes, pytest.approx(made.seconds))
     return cost

@@ -22,6 +22,17 @@ def with_backward(
     return builder.build().check()
 
 
+def blocks_of_three(n: int, ops: Sequence[tuple[str, float, int]], seconds: float = 1.0) -> Trace:
+    """Layers of three ops (name, seconds, bytes), all read again by their own backward ops, which take `seconds`."""
+    builder = TraceBuilder()
+    builder.constant("a0", 1)
+    for i in range(1, n + 1):
+        for (name, took, size), read, made in zip(ops, (f"a{i - 1}", f"y{i}", f"z{i}"), "yza", strict=True):
+            builder.call(name, took, [read], [(f"{made}{i}", size, -1)])
+    reads = (((f"a{i}", f"z{i}", f"y{i}", f"a{i - 1}"), (f"y{i}", f"z{i}", f"a{i}")) for i in range(n, 0, -1))
+    return with_backward(builder, f"a{n}", reads, seconds)
+
+
 def layers(n: int, gradients: bool = False) -> Trace:
     """Each output is made of the one before, which the program itself holds until then; backward reads them in reverse.
 

@@ -15,7 +15,7 @@ from memmgr.policies.trace.schedule import Do, replay
 
 from .exact import exact
 from .operator_logs import log, needs_logs
-from .passes import with_backward
+from .passes import blocks_of_three, with_backward
 from .test_simulator import read_dtr_log
 
 
@@ -99,15 +99,8 @@ def test_rotor_is_faster_than_equal_segments_in_their_memory(name: str) -> None:
 
 
 def cheap_and_dear(n: int) -> Trace:
-    """Layers of an expensive op and a cheap one as large, each read again by its own backward."""
-    builder = TraceBuilder()
-    builder.constant("a0", 1)
-    for i in range(1, n + 1):
-        builder.call("expensive", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
-        builder.call("cheap", 1.0, [f"y{i}"], [(f"z{i}", 10, -1)])
-        builder.call("expensive", 9.0, [f"z{i}"], [(f"a{i}", 2, -1)])
-    reads = (((f"z{i}", f"y{i}", f"a{i}", f"a{i - 1}"), (f"y{i}", f"z{i}", f"a{i}")) for i in range(n, 0, -1))
-    return with_backward(builder, f"a{n}", reads)
+    """Layers of an expensive op and a cheap one as large."""
+    return blocks_of_three(n, [("expensive", 9.0, 10), ("cheap", 1.0, 10), ("expensive", 9.0, 2)])
 
 
 def test_rockmate_makes_the_cheap_half_of_a_block_again() -> None:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memmgr.policies.plan.paging import Paged, least_seconds, paged
+from memmgr.policies.plan.paging import least_seconds, paged
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceBuilder, TraceError
-from memmgr.policies.trace.schedule import Cost, Do, Step, replay
+from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.telemetry.trace_file import read_trace, write_trace
+
+from .judge import judged
 
 LINK = TierLink("disk", 1000.0, 1000.0, shared=True)
 
@@ -87,14 +89,6 @@ class Training:
             copy_on_write=False,
             cycle=tuple(self.cycle),
         ).check()
-
-
-def judged(trace: Trace, made: Paged, budget: int, link: TierLink = LINK) -> Cost:
-    """Cost by the rules of schedule.py, which also check that it ends with the blocks that it began with."""
-    return replay(
-        trace, made.steps, budget, write_rate=link.write_bytes_per_second, read_rate=link.read_bytes_per_second,
-        shared=link.shared, away=made.away, clean=made.clean,
-    )  # fmt: skip
 
 
 def least(trace: Trace) -> int:
@@ -254,8 +248,7 @@ def test_what_replaces_something_while_it_is_there_is_another_block(budget: int)
     trace = replaced()
     made = plan(trace, budget, link=LINK, solve=False)
     if made.feasible:
-        cost = replay(trace, made.steps, budget, write_rate=LINK.write_bytes_per_second,
-                      read_rate=LINK.read_bytes_per_second, shared=True, away=made.away, clean=made.clean)  # fmt: skip
+        cost = judged(trace, made, budget, LINK)
         assert cost.valid, cost.why
     assert made.feasible or budget < 20
 
@@ -276,8 +269,7 @@ def test_what_takes_the_place_of_something_that_dies_leaves_none_there(budget: i
     made = plan(trace, budget, link=LINK, solve=False)
     assert made.feasible or budget < 30
     if made.feasible:
-        cost = replay(trace, made.steps, budget, write_rate=LINK.write_bytes_per_second,
-                      read_rate=LINK.read_bytes_per_second, shared=True, away=made.away, clean=made.clean)  # fmt: skip
+        cost = judged(trace, made, budget, LINK)
         assert cost.valid, cost.why
 
 

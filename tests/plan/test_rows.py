@@ -1,6 +1,7 @@
 """A schedule as the rows that the pager follows."""
 
 from dataclasses import replace
+from functools import partial
 
 from memmgr.common.constants import Row
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
@@ -9,6 +10,7 @@ from memmgr.policies.trace.schedule import replay as replayed
 from memmgr.runtime.timeline import Measured, rows
 
 C, A, GHOST, B, OUT = range(5)
+compute, again, free = (partial(Step, do) for do in (Do.COMPUTE, Do.RECOMPUTE, Do.FREE))
 
 
 def period() -> Measured:
@@ -25,15 +27,16 @@ def period() -> Measured:
     return Measured(trace.check(), [0, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], {}, b"", [0] * 6)
 
 
+BEFORE = [*map(compute, range(4)), *map(free, (GHOST, A, B)), compute(4), again(1), again(2)]
+
+
 def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
     """The pager makes the ghost when B is: an A that went before would be made a second time, and stay. After that it goes: the
     ghost and B may not have room beside it."""
-    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     steps = [
-        *(Step(compute, k) for k in range(4)), Step(free, GHOST), Step(free, A), Step(free, B), Step(compute, 4),
-        Step(again, 1), Step(again, 2), Step(free, A), Step(again, 3), Step(free, GHOST), Step(compute, 5), Step(free, B),
-        Step(again, 1), Step(compute, 6), Step(free, A),
+        *BEFORE, free(A), again(3), free(GHOST), compute(5), free(B),
+        again(1), compute(6), free(A),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
     made = rows(of, steps)
@@ -42,12 +45,10 @@ def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
 
 
 def test_what_would_go_when_it_is_read_and_is_made_again_before_that_stays() -> None:
-    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     steps = [
-        *(Step(compute, k) for k in range(4)), Step(free, GHOST), Step(free, A), Step(free, B), Step(compute, 4),
-        Step(again, 1), Step(again, 2), Step(free, A), Step(again, 1), Step(again, 3), Step(free, GHOST), Step(compute, 5),
-        Step(free, B), Step(compute, 6), Step(free, A),
+        *BEFORE, free(A), again(1), again(3), free(GHOST), compute(5),
+        free(B), compute(6), free(A),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
     assert rows(of, steps).groups == [(4, A, Row.MAKE), (4, A, Row.USED), (4, A, Row.MAKE), (4, B, Row.MAKE)]
@@ -55,7 +56,6 @@ def test_what_would_go_when_it_is_read_and_is_made_again_before_that_stays() -> 
 
 def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
     """An op's scratch is made with its result and read by no op. It had kept the op's inputs until the group's end."""
-    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     scratch, late = 5, 6
     ops = list(of.trace.ops)
@@ -65,10 +65,10 @@ def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
     storages = (*of.trace.storages, Storage("scratch", 1, 2, 3), Storage("late", 1, 4, 6))
     of = replace(of, trace=replace(of.trace, ops=tuple(ops), storages=storages).check(), ordinal=[0, 1, 2, 3, 4, -1, 5])
     steps = [
-        *(Step(compute, k) for k in range(3)), Step(free, scratch), Step(compute, 3), Step(free, GHOST), Step(free, A),
-        Step(free, B), Step(compute, 4), Step(free, late), Step(again, 1), Step(again, 2), Step(free, A),
-        Step(free, scratch), Step(again, 3), Step(free, GHOST), Step(again, 4), Step(compute, 5), Step(free, B),
-        Step(free, late), Step(again, 1), Step(compute, 6), Step(free, A),
+        *(compute(k) for k in range(3)), free(scratch), compute(3), free(GHOST), free(A),
+        free(B), compute(4), free(late), again(1), again(2), free(A),
+        free(scratch), again(3), free(GHOST), again(4), compute(5), free(B),
+        free(late), again(1), compute(6), free(A),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 6).valid
     assert rows(of, steps).groups == [
@@ -78,7 +78,6 @@ def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
 
 def test_what_later_groups_read_is_named_by_its_cell() -> None:
     """All features are equally large, and the wrong ones were kept."""
-    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     ops = list(of.trace.ops)
     ops[6] = Op("end", 1.0, (B,), (), OpKind.VIEW)
@@ -86,9 +85,9 @@ def test_what_later_groups_read_is_named_by_its_cell() -> None:
     storages[B] = replace(storages[B], released=7)
     of = replace(of, trace=replace(of.trace, ops=tuple(ops), storages=tuple(storages)).check())
     steps = [
-        *(Step(compute, k) for k in range(4)), Step(free, GHOST), Step(free, B), Step(compute, 4), Step(again, 2),
-        Step(again, 3), Step(compute, 5), Step(free, B), Step(again, 3), Step(compute, 6), Step(free, GHOST),
-        Step(free, A), Step(free, B),
+        *(compute(k) for k in range(4)), free(GHOST), free(B), compute(4), again(2),
+        again(3), compute(5), free(B), again(3), compute(6), free(GHOST),
+        free(A), free(B),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 5).valid
     assert rows(of, steps).kept == [(4, 5, GHOST)]

@@ -53,8 +53,10 @@ def simulate(*words: object) -> int:
     return cli.main(["simulate", *(str(word) for word in words)])
 
 
-def steps_of(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def steps_of(path: Path, trace: Trace) -> list[Step]:
+    names = {s.name: i for i, s in enumerate(trace.storages)}
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Step(Do(r["do"]), r["op"] if "op" in r else names[r["storage"]]) for r in records]
 
 
 @needs_judge
@@ -66,9 +68,7 @@ def test_json_and_schedule(policy: str, file: Path, tmp_path: Path, capsys: pyte
     shown = json.loads(capsys.readouterr().out)
     assert set(shown) >= FIELDS and shown["policy"] == policy and shown["feasible"]
     trace = read_dtr_log(file)
-    names = {s.name: i for i, s in enumerate(trace.storages)}
-    steps = [Step(Do(r["do"]), r["op"] if "op" in r else names[str(r["storage"])]) for r in steps_of(out)]  # type: ignore[arg-type]
-    said = verdict(file, trace, steps, shown["budget_bytes"])
+    said = verdict(file, trace, steps_of(out, trace), shown["budget_bytes"])
     assert said["valid"], said
     assert said["time_ns"] / 1e9 / trace.seconds == pytest.approx(shown["overhead"], rel=1e-9)
     assert said["peak_bytes"] == shown["peak_bytes"] <= shown["budget_bytes"]
@@ -141,9 +141,7 @@ def test_a_plan_for_a_measured_pass(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert simulate(*words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["feasible"] and 1 < shown["lower_bound"] <= shown["overhead"]
-    names = {s.name: i for i, s in enumerate(trace.storages)}
-    steps = [Step(Do(r["do"]), r["op"] if "op" in r else names[str(r["storage"])]) for r in steps_of(tmp_path / "s")]  # type: ignore[arg-type]
-    cost = replay(trace, steps, shown["budget_bytes"])
+    cost = replay(trace, steps_of(tmp_path / "s", trace), shown["budget_bytes"])
     assert cost.valid and cost.seconds / trace.seconds == pytest.approx(shown["overhead"])
 
 
@@ -169,8 +167,7 @@ def test_with_a_link_the_schedule_is_one_too(
     assert simulate(file, *words) == 0
     shown = json.loads(capsys.readouterr().out)
     trace = read_dtr_log(file)
-    names = {s.name: i for i, s in enumerate(trace.storages)}
-    steps = [Step(Do(r["do"]), r["op"] if "op" in r else names[str(r["storage"])]) for r in steps_of(tmp_path / "s")]  # type: ignore[arg-type]
+    steps = steps_of(tmp_path / "s", trace)
     cost = replay(trace, steps, shown["budget_bytes"], write_rate=5e7, read_rate=5e7)
     assert cost.valid
     assert policy == "plan" or any(step.do is Do.RELOAD for step in steps)

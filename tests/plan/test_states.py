@@ -16,8 +16,9 @@ from memmgr.policies.simulate.cycle import RESIDENT, Cycle
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import Op, OpKind, Storage, TierLink, Trace
 from memmgr.policies.trace.blocks import Program, Role, plain, program_of, roles, spent, step_end
-from memmgr.policies.trace.schedule import Cost, Do, Step, replay
+from memmgr.policies.trace.schedule import Do, Step, replay
 
+from .judge import judged
 from .test_paging import LINK, Training
 
 Policy = Callable[[Trace, int, TierLink | None], Run]
@@ -35,13 +36,6 @@ def stack() -> Trace:
 
 def program(trace: Trace) -> Program:
     return program_of(trace, plain(trace))
-
-
-def judged(trace: Trace, made: Run, budget: int, link: TierLink = LINK) -> Cost:
-    return replay(
-        trace, made.steps, budget, write_rate=link.write_bytes_per_second, read_rate=link.read_bytes_per_second,
-        shared=link.shared, away=made.away, clean=made.clean,
-    )  # fmt: skip
 
 
 def block_of(p: Program) -> dict[int, int]:
@@ -164,7 +158,7 @@ def test_l2l_has_one_layer_and_the_next() -> None:
     tight = l2l(trace, 1, LINK).least_bytes
     for budget in (tight, trace.unmanaged_peak[0]):
         made = l2l(trace, budget, LINK)
-        assert judged(trace, made, budget).valid
+        assert judged(trace, made, budget, LINK).valid
         for event, there in enumerate(residents(trace, made, p)):
             if event > step_end(p):
                 here = {layer[k] for k in there if k in layer}
@@ -247,7 +241,7 @@ def test_no_published_one_is_faster_than_the_plan(seed: int, share: float) -> No
     for policy in POLICIES:
         made = policy(trace, budget, LINK)
         if made.feasible:
-            assert mine.seconds <= judged(trace, made, budget).seconds * (1 + 1e-9), made.policy
+            assert mine.seconds <= judged(trace, made, budget, LINK).seconds * (1 + 1e-9), made.policy
 
 
 def test_without_a_cycle_or_a_tier_it_says_so() -> None:

@@ -19,7 +19,7 @@ from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do, Step, replay
 
 from .judge import keeps_the_rules
-from .passes import layers, with_backward
+from .passes import blocks_of_three, layers
 from .test_simulator import chain, link_for, trace_of
 
 EITHER = ("superneurons", "tsplit")
@@ -151,15 +151,8 @@ def test_autotm_is_near_the_best_of_all_choices(rate: float, room: int) -> None:
 
 
 def convolutions(n: int) -> Trace:
-    """Layers of a convolution (9 s) and two cheap ops (1 s) that make as much, all read again by backward."""
-    builder = TraceBuilder()
-    builder.constant("a0", 1)
-    for i in range(1, n + 1):
-        builder.call("conv", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
-        builder.call("norm", 1.0, [f"y{i}"], [(f"z{i}", 10, -1)])
-        builder.call("relu", 1.0, [f"z{i}"], [(f"a{i}", 10, -1)])
-    reads = (((f"a{i}", f"z{i}", f"y{i}", f"a{i - 1}"), (f"y{i}", f"z{i}", f"a{i}")) for i in range(n, 0, -1))
-    return with_backward(builder, f"a{n}", reads, seconds=12.0)
+    """Layers of a convolution and two cheap ops that make as much."""
+    return blocks_of_three(n, [("conv", 9.0, 10), ("norm", 1.0, 10), ("relu", 1.0, 10)], seconds=12.0)
 
 
 def test_superneurons_makes_what_is_cheap_again_and_offloads_the_rest() -> None:

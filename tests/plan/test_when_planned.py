@@ -115,6 +115,12 @@ class Run:
         return len(self.asked) > made
 
 
+def planned(monkeypatch: pytest.MonkeyPatch) -> Run:
+    run = Run(monkeypatch)
+    assert [run.ends(key) for key in (1, 2, 2)][-1]
+    return run
+
+
 def test_a_program_that_repeats_has_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first period makes the optimizer's states; the second is the first of those that come again."""
     run = Run(monkeypatch)
@@ -152,8 +158,7 @@ def test_sequences_in_turn_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_first_period_under_a_plan_may_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch)
-    assert [run.ends(key) for key in (1, 2, 2)][-1]
+    run = planned(monkeypatch)
     assert not run.ends(2, followed=True, short=True)
     assert not run.ends(2, followed=True)
     assert not run.ends(2, followed=True, short=True), "not in a row"
@@ -173,9 +178,7 @@ def test_what_did_not_fit_once_is_measured_anew(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch)
-    for key in (1, 2, 2):
-        run.ends(key)
+    run = planned(monkeypatch)
     run.pager.noted = columns([0, 0, 700])
     assert not run.ends(2, followed=True, short=True) and run.ends(2, followed=True, short=True)
     assert run.asked[-1] == run.asked[-2], "the margin is as it was"
@@ -189,9 +192,7 @@ def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.Mo
 
 
 def test_memory_that_was_missing_for_places_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch)
-    for key in (1, 2, 2):
-        run.ends(key)
+    run = planned(monkeypatch)
     margin = int(plans.MARGIN * LIMIT)
     for lacked, more in ((3 * margin, 3 * margin), (1, margin)):
         before = run.asked[-1]
@@ -205,9 +206,7 @@ def test_memory_that_was_missing_for_places_is_left_free(monkeypatch: pytest.Mon
 def test_a_plan_that_lacks_memory_for_places_stays_if_the_next_one_is_no_better(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
-    run = Run(monkeypatch)
-    for key in (1, 2, 2):
-        run.ends(key)
+    run = planned(monkeypatch)
     first = run.plans.latest()
     vars(run).update(change)
     assert [run.ends(2, followed=True, short=True, lacked=10) for _ in range(2)] == [False, True]

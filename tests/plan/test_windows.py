@@ -2,11 +2,12 @@
 
 import pytest
 
-from memmgr.policies.plan.paging import Paged, paged
+from memmgr.policies.plan.paging import paged
 from memmgr.policies.plan.windows import chosen
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
 from memmgr.policies.trace.blocks import plain, program_of
-from memmgr.policies.trace.schedule import Cost, replay
+
+from .judge import judged
 
 LINK = TierLink("host", 100.0, 100.0)
 """A block of 10 takes 0.1 s each way."""
@@ -35,13 +36,6 @@ def steps(states: int, *, ops: int = 10, seconds: float = 0.1, peak: int = 40) -
         op((), 1, released=len(program) + 1)
     cycle = tuple(zip(now, range(states), strict=True))
     return Trace(tuple(program), tuple(made), "cuda", None, (LINK,), copy_on_write=False, cycle=cycle).check()
-
-
-def judged(trace: Trace, made: Paged, budget: int, link: TierLink = LINK) -> Cost:
-    return replay(
-        trace, made.steps, budget, write_rate=link.write_bytes_per_second, read_rate=link.read_bytes_per_second,
-        shared=link.shared, away=made.away, clean=made.clean,
-    )  # fmt: skip
 
 
 def test_the_block_that_was_changed_first_leaves() -> None:

@@ -22,8 +22,8 @@ namespace {
 
 struct KernelSlots {
   Lock& lock = lock_of(LockId::kSlots);
-  std::vector<KernelSlot*> all;
-  uint64_t ops_of_ended = 0;
+  std::vector<KernelSlot*> all GUARDED_BY(lock);
+  uint64_t ops_of_ended GUARDED_BY(lock) = 0;
 };
 
 NoDestructor<KernelSlots> kernel_slots;

@@ -1,6 +1,7 @@
 // The link to the tier, as its transfers were measured.
 #pragma once
 
+#include "base/lock.h"
 #include "memmgr/core.h"
 
 namespace memmgr::pager {
@@ -13,6 +14,6 @@ Link link();
 void set_link(double seconds_per_byte);
 void set_link_cpu(double seconds_per_byte);
 // The transfers of this tier since the last call. Under the graph's lock.
-void note_link_locked(mm_tier* tier);
+void note_link_locked(mm_tier* tier) REQUIRES(graph_lock());
 
 }  // namespace memmgr::pager

@@ -84,6 +84,10 @@ thread_local HeldLocks tl_held;
 Condition::Condition() { conditions.add(this); }
 
 Lock& lock_of(LockId id) { return all_locks().locks[static_cast<size_t>(id)]; }
+Lock& graph_lock() {
+  static Lock& lock = lock_of(LockId::kGraph);
+  return lock;
+}
 // Before there is a second thread: a child of fork would wait for ever for the end of a making that it has cut off.
 static const Lock& made_at_load = lock_of(LockId::kGraph);
 

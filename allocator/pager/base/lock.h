@@ -1,6 +1,6 @@
 // The pager's mutexes. Each has a name, a rank and a rule for forks (locks.def). A thread that takes one out of order
 // could deadlock with another, so where ranks are checked the process ends there, with both names. Clang compares
-// guarded members with held locks (make check-locks). This unit needs no torch.
+// guarded state with held locks (make check-locks). This unit needs no torch.
 #pragma once
 
 #include <atomic>
@@ -14,6 +14,7 @@
 #define MM_LOCKS(x)
 #endif
 #define GUARDED_BY(lock) MM_LOCKS(guarded_by(lock))
+#define OF_GRAPH GUARDED_BY(graph_lock())
 #define REQUIRES(lock) MM_LOCKS(requires_capability(lock))
 #define NOT_ANALYZED MM_LOCKS(no_thread_safety_analysis)  // with the reason beside it
 
@@ -67,12 +68,12 @@ class MM_LOCKS(capability("mutex")) Lock : private std::mutex {
 
 // There is one of each id. All are made when the library is loaded, and live as long as the process.
 Lock& lock_of(LockId id);
+Lock& graph_lock();  // guards the graph: cells, versions, recipes
 
 // Holds a lock while it lives. A Condition waits on it.
 class MM_LOCKS(scoped_lockable) Hold {
  public:
   explicit Hold(Lock& lock) MM_LOCKS(acquire_capability(lock)) : lock_(lock), owns_(true) { lock_.lock(); }
-  Hold(Lock& lock, std::defer_lock_t) MM_LOCKS(locks_excluded(lock)) : lock_(lock), owns_(false) {}
   ~Hold() MM_LOCKS(release_capability()) {
     if (owns_) lock_.unlock();
   }
@@ -85,22 +86,21 @@ class MM_LOCKS(scoped_lockable) Hold {
     owns_ = false;
     lock_.unlock();
   }
-  bool owns_lock() const { return owns_; }
 
  private:
   Lock& lock_;
   bool owns_;
 };
 
-// Gives a lock up while it lives.
-class Unlocked {
+// Gives a lock up while it lives. The thread's Hold lives longer.
+class MM_LOCKS(scoped_lockable) Unlocked {
  public:
-  explicit Unlocked(Hold* hold) NOT_ANALYZED : hold_(hold) { hold_->unlock(); }  // clang knows no lock by a pointer
-  ~Unlocked() NOT_ANALYZED { hold_->lock(); }
+  explicit Unlocked(Lock& lock) MM_LOCKS(release_capability(lock)) : lock_(lock) { lock_.unlock(); }
+  ~Unlocked() MM_LOCKS(release_capability()) { lock_.lock(); }
   Unlocked(const Unlocked&) = delete;
 
  private:
-  Hold* const hold_;
+  Lock& lock_;
 };
 
 // A condition variable that a forked child makes new. It lives as long as the process.

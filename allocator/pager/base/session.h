@@ -17,8 +17,8 @@ class Pool;
 class SumUnderLock {
  public:
   uint64_t load() const { return sum_.load(std::memory_order_relaxed); }
-  void operator+=(uint64_t n) { sum_.store(load() + n, std::memory_order_relaxed); }
-  void operator-=(uint64_t n) { sum_.store(load() - n, std::memory_order_relaxed); }
+  void operator+=(uint64_t n) REQUIRES(graph_lock()) { sum_.store(load() + n, std::memory_order_relaxed); }
+  void operator-=(uint64_t n) REQUIRES(graph_lock()) { sum_.store(load() - n, std::memory_order_relaxed); }
 
  private:
   std::atomic<uint64_t> sum_{0};

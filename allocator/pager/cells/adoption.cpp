@@ -93,7 +93,7 @@ Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_
   begin_life_locked(c, maker);
   count_root_locked(c);
   watch_writes(c);
-  if (!c->small) resident_cell_bytes += c->nbytes;
+  if (!c->small) totals.resident_cell_bytes += c->nbytes;
   if (C10_UNLIKELY(mapped) && pins == 0 && begins_away_locked(c)) {
     c->state.store(kAbsent);
     c->absence = Absence::kOffloaded;
@@ -131,12 +131,13 @@ bool move_into_pool(Session& session, c10::StorageImpl* s) {
 void unadopt(Cell* c) {
   Trash trash;
   WeakStorage weak{StoragePtr()};
-  StoragePtr s = c->storage.lock();
-  if (!s) return;
+  StoragePtr s(nullptr);
   const Hold lock(graph_lock());
+  s = c->storage.lock();
+  if (!s) return;
   if (cell_of(s.get()) != c || !c->bytes.get()) return;
   if ((c->state.load() & kPinMask) > c->standing_pins) return;  // a pin outlives the budget, so the cell does, too
-  if (!c->small) resident_cell_bytes -= c->nbytes;
+  if (!c->small) totals.resident_cell_bytes -= c->nbytes;
   if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   unstand_all_locked(c);
   unwatch_writes(s.get());

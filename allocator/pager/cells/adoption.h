@@ -17,7 +17,7 @@ void grows_in_pool(const Session& session, c10::StorageImpl* s);
 // `born`: an op has just made the storage. It is adoptable, unknown to others, and of a size that is paged.
 Cell* adopt(Session& session, c10::StorageImpl* s, uint32_t pins = 0, Maker maker = {});
 Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born = false,
-                   Maker maker = {});
+                   Maker maker = {}) REQUIRES(graph_lock());
 // Moves the bytes of a storage from a block of Pool::earlier() to one of the pool, in order of the calling thread's
 // stream. The caller knows that nobody else has the address. False: there is no room, or it is no such block.
 bool move_into_pool(Session& session, c10::StorageImpl* s);

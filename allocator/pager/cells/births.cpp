@@ -22,15 +22,14 @@ struct LoggedBirth {
   Born born;
   bool end;
 };
-// Guarded by the graph's lock.
 struct BirthLog {
   bool on = false;
   bool whole = true;  // the pass that is being logged has had room
   std::vector<LoggedBirth> noted, last;
 };
-NoDestructor<BirthLog> births;
+NoDestructor<BirthLog> births OF_GRAPH;
 
-void log_locked(const Cell* c, bool end) {
+void log_locked(const Cell* c, bool end) REQUIRES(graph_lock()) {
   BirthLog& l = *births;
   if (!l.on || c->small) return;
   if (l.noted.size() >= kMostEvents) {
@@ -40,17 +39,17 @@ void log_locked(const Cell* c, bool end) {
   l.noted.push_back({{c->serial, c->nbytes, c->birth, c->purpose}, end});
 }
 
-void begin_log_locked(BirthLog& l) {
+void begin_log_locked(BirthLog& l) REQUIRES(graph_lock()) {
   l.noted.clear();
   l.whole = true;
   if (!l.on) return;
-  for_each_cell_locked([](const Cell* c) {
+  for_each_cell_locked([](const Cell* c) REQUIRES(graph_lock()) {
     if (c->storage._unsafe_get_target()) log_locked(c, false);
   });
 }
 
-void note_end(const Cell* c) { log_locked(c, true); }
-const ListensToCells listens_to_ends({&note_end, nullptr});
+void note_end_locked(const Cell* c) REQUIRES(graph_lock()) { log_locked(c, true); }
+const ListensToCells listens_to_ends({&note_end_locked, nullptr});
 
 }  // namespace
 

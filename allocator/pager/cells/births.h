@@ -14,16 +14,16 @@ namespace memmgr::pager {
 extern std::atomic<uint32_t> passes_ended;
 
 // Called when a cell begins.
-void begin_life_locked(Cell* c, Maker maker);
+void begin_life_locked(Cell* c, Maker maker) REQUIRES(graph_lock());
 
 // The origin of a cell in reports.
 struct Origin {
   const OpInfo* op;  // null: no op made it
   uint32_t module;   // a module's number, or a NoModule
 };
-Origin origin_of_locked(const Cell* c);
+Origin origin_of_locked(const Cell* c) REQUIRES(graph_lock());
 // As note_event (version.h), of a cell.
-inline void note_event_of_locked(Event what, const Cell* c, uint64_t bytes, uint64_t ns) {
+inline void note_event_of_locked(Event what, const Cell* c, uint64_t bytes, uint64_t ns) REQUIRES(graph_lock()) {
   if (C10_LIKELY(!watched.load(std::memory_order_relaxed))) return;
   const Origin origin = origin_of_locked(c);
   add_event(what, origin.op, origin.module, bytes, ns);
@@ -41,6 +41,6 @@ struct Born {
 };
 // Returns the large cells that lived at the highest moment of the last pass that was logged. The most bytes: the
 // highest moment of cells, resident or not. Empty: no pass was logged, or it was too long.
-std::vector<Born> living_at_peak_locked();
+std::vector<Born> living_at_peak_locked() REQUIRES(graph_lock());
 
 }  // namespace memmgr::pager

@@ -9,24 +9,14 @@
 
 namespace memmgr::pager {
 
-SumUnderLock resident_cell_bytes;
-SumUnderLock root_bytes;
-SumUnderLock escaped_bytes;
-SumUnderLock newborn_bytes;
-SumUnderLock long_pinned_bytes;
-SumUnderLock recipe_bytes;
-std::atomic<int64_t> absent_cells{0};
-
-Lock& graph_lock() {
-  static Lock& lock = lock_of(LockId::kGraph);
-  return lock;
-}
+Totals totals;
 
 // Never destroyed: storages outlive statics.
 struct Cells {
-  Recycled<Cell> memory;
-  Recycled<Version> versions;
-  std::vector<Cell*> all;  // the registry
+  Recycled<Cell> memory OF_GRAPH;
+  Recycled<Version> versions OF_GRAPH;
+  std::vector<Cell*> all OF_GRAPH;  // the registry
+  uint64_t next_serial OF_GRAPH = 1;
   Condition changed;
 };
 
@@ -71,13 +61,13 @@ void register_locked(Cell* c) {
   all.push_back(c);
 }
 
-static void set_root_locked(Cell* c, bool root) {
+static void set_root_locked(Cell* c, bool root) REQUIRES(graph_lock()) {
   if (c->root == root) return;
   c->root = root;
   if (root)
-    root_bytes += c->nbytes;
+    totals.root_bytes += c->nbytes;
   else
-    root_bytes -= c->nbytes;
+    totals.root_bytes -= c->nbytes;
   count_long_pinned_locked(c);
 }
 
@@ -88,10 +78,8 @@ void count_root_locked(Cell* c) {
   set_root_locked(c, !c->small && v && !v->temporary && !made_again && !has_file_copy(c));
 }
 
-uint64_t moved_by_ended[kPurposes];
-
 void unregister_locked(Cell* c) {
-  moved_by_ended[static_cast<size_t>(c->purpose)] += c->moved_bytes;
+  totals.moved_by_ended[static_cast<size_t>(c->purpose)] += c->moved_bytes;
   set_root_locked(c, false);
   for (auto* const* tell = cell_ended; *tell; ++tell) (*tell)(c);
   auto& all = cells->all;
@@ -102,8 +90,8 @@ void unregister_locked(Cell* c) {
 
 void forget_moved() {
   const Hold lock(graph_lock());
-  for (uint64_t& bytes : moved_by_ended) bytes = 0;
-  for_each_cell_locked([](Cell* c) { c->moved_bytes = 0; });
+  for (uint64_t& bytes : totals.moved_by_ended) bytes = 0;
+  for_each_cell_locked([](Cell* c) REQUIRES(graph_lock()) { c->moved_bytes = 0; });
 }
 
 void Trash::add_slot(const Cell* c, mm_slot slot) { slots.push_back({&c->pool->session, slot}); }
@@ -116,21 +104,21 @@ void Trash::end() {
   ranges.clear();
 }
 
-static uint64_t next_serial = 1;
-
-uint64_t serial_of_next_locked() { return next_serial; }
-uint64_t next_serial_locked() { return next_serial++; }
+uint64_t serial_of_next_locked() { return cells->next_serial; }
+uint64_t next_serial_locked() { return cells->next_serial++; }
 
 // A hundredth of the budget (rule 5).
 uint64_t recipe_bytes_limit(const Session& session) {
   return std::max<uint64_t>(mm_arena_budget(session.arena) / 100, kLeastRecipeBytes);
 }
 
-bool room_for_kept(const Cell* c) { return recipe_bytes.load() + c->nbytes < recipe_bytes_limit(c->pool->session); }
+bool room_for_kept(const Cell* c) {
+  return totals.recipe_bytes.load() + c->nbytes < recipe_bytes_limit(c->pool->session);
+}
 
-void keep(Cell* c) {
+void keep_locked(Cell* c) {
   c->kept = true;
-  recipe_bytes += c->nbytes;
+  totals.recipe_bytes += c->nbytes;
 }
 
 // The number of newborns, of all threads and of the thread that made them: another thread may write to them, or end
@@ -144,17 +132,17 @@ static uint16_t maker() {
   return number;
 }
 
-static void forget_newborn_locked(Cell* c) {
+static void forget_newborn_locked(Cell* c) REQUIRES(graph_lock()) {
   if (!c->newborn) return;
   c->newborn = false;
-  newborn_bytes -= c->nbytes;
+  totals.newborn_bytes -= c->nbytes;
   newborns--;
   newborns_by[c->maker]--;
   count_long_pinned_locked(c);
 }
 
 void unstand_all_locked(Cell* c) {
-  if (c->escape != Escape::kNone) escaped_bytes -= c->nbytes;
+  if (c->escape != Escape::kNone) totals.escaped_bytes -= c->nbytes;
   c->escape = Escape::kNone;
   count_long_pinned_locked(c);
   forget_newborn_locked(c);
@@ -165,7 +153,7 @@ void unstand_all_locked(Cell* c) {
 // packed cell can be restored.
 void count_bits_locked(Cell* c, uint64_t nbytes) {
   c->bits_bytes = nbytes;
-  resident_cell_bytes += nbytes;
+  totals.resident_cell_bytes += nbytes;
   mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(nbytes));
   mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(nbytes));
 }
@@ -173,7 +161,7 @@ void count_bits_locked(Cell* c, uint64_t nbytes) {
 void end_bits_locked(Cell* c) {
   if (!c->bits_bytes) return;
   mm_bits_free(&c->bits);
-  resident_cell_bytes -= c->bits_bytes;
+  totals.resident_cell_bytes -= c->bits_bytes;
   mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->bits_bytes));
   mm_arena_note_virtual(c->pool->arena, static_cast<int64_t>(c->bits_bytes));
   c->bits_bytes = 0;
@@ -212,9 +200,9 @@ void count_long_pinned_locked(Cell* c) {
   if (counts == c->counted_as_long_pinned) return;
   c->counted_as_long_pinned = counts;
   if (counts)
-    long_pinned_bytes += c->nbytes;
+    totals.long_pinned_bytes += c->nbytes;
   else
-    long_pinned_bytes -= c->nbytes;
+    totals.long_pinned_bytes -= c->nbytes;
 }
 
 void begin_long_pin_locked(Cell* c) {
@@ -230,7 +218,7 @@ void end_long_pin_locked(Cell* c) {
 void begin_newborn_locked(Cell* c) {
   c->version->uninitialized = true;
   c->newborn = true;
-  newborn_bytes += c->nbytes;
+  totals.newborn_bytes += c->nbytes;
   c->maker = maker();
   stand_pinned_locked(c);
   newborns++;

@@ -14,20 +14,18 @@
 
 namespace memmgr::pager {
 
-Lock& graph_lock();
-
 // Cells and versions are made and ended with every recorded op, always under the graph's lock. The memory of one that
 // has ended is reused for the next one. Malloc and free took a fifteenth of such an op.
 template <class T>
 class Recycled {
  public:
-  T* make_locked() {
+  T* make_locked() REQUIRES(graph_lock()) {
     if (spare_.empty()) return new T;
     T* t = spare_.back();
     spare_.pop_back();
     return new (t) T;
   }
-  void end_locked(T* t) {
+  void end_locked(T* t) REQUIRES(graph_lock()) {
     if (spare_.size() == kMost) {
       delete t;
       return;
@@ -44,8 +42,8 @@ class Recycled {
 #endif
   std::vector<T*> spare_;
 };
-Recycled<Cell>& cell_memory();
-Recycled<Version>& version_memory();
+Recycled<Cell>& cell_memory() REQUIRES(graph_lock());
+Recycled<Version>& version_memory() REQUIRES(graph_lock());
 
 Condition& residency_changed();  // notified whenever a cell stops being busy; waits on graph_lock()
 
@@ -81,8 +79,8 @@ inline bool is_small(const Options& options, const c10::StorageImpl* s) {
 }
 // ---- the registry ----
 
-void register_locked(Cell* c);
-void unregister_locked(Cell* c);
+void register_locked(Cell* c) REQUIRES(graph_lock());
+void unregister_locked(Cell* c) REQUIRES(graph_lock());
 // Functions of higher layers that keep pointers to cells. Each is called under the graph's lock.
 struct CellListener {
   void (*storage_died)(const Cell* c) = nullptr;  // the cell may live on as an orphan
@@ -91,19 +89,17 @@ struct CellListener {
 struct ListensToCells {  // for the life of the process
   explicit ListensToCells(CellListener listener);
 };
-void tell_storage_died_locked(const Cell* c);
+void tell_storage_died_locked(const Cell* c) REQUIRES(graph_lock());
 
-size_t count_cells_locked();
-// Bytes that moved over the link since the budget opened, of cells that have ended, by purpose.
-extern uint64_t moved_by_ended[kPurposes];
+size_t count_cells_locked() REQUIRES(graph_lock());
 void forget_moved();  // when a budget opens
-Cell* cell_at_locked(size_t index);
+Cell* cell_at_locked(size_t index) REQUIRES(graph_lock());
 template <class F>
-void for_each_cell_locked(F&& visit) {
+void for_each_cell_locked(F&& visit) REQUIRES(graph_lock()) {
   for (size_t i = count_cells_locked(); i-- > 0;) visit(cell_at_locked(i));
 }
 
-inline StoragePtr hold(const Cell* c) { return hold_storage(c->storage); }
+inline StoragePtr hold(const Cell* c) REQUIRES(graph_lock()) { return hold_storage(c->storage); }
 
 // ---- moves ----
 
@@ -113,8 +109,8 @@ inline bool begin_move(Cell* c) {  // for a cell without pins
   return c->state.compare_exchange_strong(expected, kBusy, std::memory_order_acq_rel);
 }
 // Adds the bytes of a packed cell's bits to the totals, or frees them. The caller has the cell busy.
-void count_bits_locked(Cell* c, uint64_t nbytes);
-void end_bits_locked(Cell* c);
+void count_bits_locked(Cell* c, uint64_t nbytes) REQUIRES(graph_lock());
+void end_bits_locked(Cell* c) REQUIRES(graph_lock());
 
 // Allocates memory of the pool for the cell's bytes, with the same offset in a line as before.
 at::DataPtr allocate_for(const Cell* c);
@@ -122,17 +118,18 @@ at::DataPtr try_allocate_for(const Cell* c, uint64_t keep_free);
 // Returns the block of the pool that has the cell's bytes.
 inline const void* block_of(const Cell* c) { return c->bytes.get_context(); }
 
-void stand_pinned_locked(Cell* c);    // adds a standing pin
-void stand_unpinned_locked(Cell* c);  // ends one
+void stand_pinned_locked(Cell* c) REQUIRES(graph_lock());    // adds a standing pin
+void stand_unpinned_locked(Cell* c) REQUIRES(graph_lock());  // ends one
 // A pin that outlives its op or call, and counts in the floor. The caller pins before, and unpins after.
-void begin_long_pin_locked(Cell* c);
-void end_long_pin_locked(Cell* c);
-void count_long_pinned_locked(Cell* c);  // called when another reason to keep the cell may have begun or ended
+void begin_long_pin_locked(Cell* c) REQUIRES(graph_lock());
+void end_long_pin_locked(Cell* c) REQUIRES(graph_lock());
+void count_long_pinned_locked(Cell* c)
+    REQUIRES(graph_lock());  // called when another reason to keep the cell may have begun or ended
 // The cell is uninitialized: it is pinned until an op has touched it (rule 3).
-void begin_newborn_locked(Cell* c);
-void end_newborn_locked(Cell* c);
+void begin_newborn_locked(Cell* c) REQUIRES(graph_lock());
+void end_newborn_locked(Cell* c) REQUIRES(graph_lock());
 // Returns true for a buffer that this call of a compiled graph has allocated, and that nothing has touched since.
-bool is_blank(const Cell* c);
+bool is_blank(const Cell* c) NOT_ANALYZED;  // no other thread writes to such a cell
 // Returns true if other threads have newborns. Those can be evicted once their threads go on.
 bool others_have_newborns();
 // Tells if another thread's newborn may free room soon, by the tries of an op so far. A newborn that ends frees
@@ -150,25 +147,30 @@ class SeenNewborns {
 };
 
 // Called when the cell may have become a root, or may be one no longer.
-void count_root_locked(Cell* c);
+void count_root_locked(Cell* c) REQUIRES(graph_lock());
 // Returns the serial of the next cell to be made.
-uint64_t serial_of_next_locked();
-uint64_t next_serial_locked();  // takes it
+uint64_t serial_of_next_locked() REQUIRES(graph_lock());
+uint64_t next_serial_locked() REQUIRES(graph_lock());  // takes it
 // Small cells that live for recipes alone count as recipe bytes (rule 5).
 constexpr uint64_t kLeastRecipeBytes = 4 << 20;  // room enough for a small model's recipes
 uint64_t recipe_bytes_limit(const Session& session);
 bool room_for_kept(const Cell* c);
-void keep(Cell* c);
+void keep_locked(Cell* c) REQUIRES(graph_lock());
 // Ends the standing pins of the escape and the newborn with the storage.
-void unstand_all_locked(Cell* c);
+void unstand_all_locked(Cell* c) REQUIRES(graph_lock());
 
-// Bytes of resident cells that are not small, for admission and figures.
-extern SumUnderLock resident_cell_bytes;
-extern SumUnderLock root_bytes;  // of cells without a recipe: without a tier they cannot be evicted
-extern SumUnderLock escaped_bytes;
-extern SumUnderLock newborn_bytes;
-extern SumUnderLock recipe_bytes;       // of all recipes, and of the values kept for them
-extern SumUnderLock long_pinned_bytes;  // of cells with a long pin that no other reason keeps resident
-extern std::atomic<int64_t> absent_cells;
+// Sums over cells and recipes.
+struct Totals {
+  SumUnderLock resident_cell_bytes;  // of resident cells that are not small, for admission and figures
+  SumUnderLock root_bytes;           // of cells without a recipe: without a tier they cannot be evicted
+  SumUnderLock escaped_bytes;
+  SumUnderLock newborn_bytes;
+  SumUnderLock recipe_bytes;       // of all recipes, and of the values kept for them
+  SumUnderLock long_pinned_bytes;  // of cells with a long pin that no other reason keeps resident
+  std::atomic<int64_t> absent_cells{0};
+  // Bytes that moved over the link since the budget opened, of cells that have ended, by purpose.
+  uint64_t moved_by_ended[kPurposes] OF_GRAPH = {};
+};
+extern Totals totals;
 
 }  // namespace memmgr::pager

@@ -13,9 +13,9 @@ void forget_bytes_locked(Cell* c, Trash* trash) {
   if (absent) {
     end_bits_locked(c);
     mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
-    absent_cells--;
+    totals.absent_cells--;
   } else {
-    if (!c->small) resident_cell_bytes -= c->nbytes;
+    if (!c->small) totals.resident_cell_bytes -= c->nbytes;
     if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   }
   if (C10_UNLIKELY(c->range != nullptr)) {
@@ -28,7 +28,7 @@ void forget_bytes_locked(Cell* c, Trash* trash) {
   cancel_write_locked(c, trash);
   if (c->slot >= 0) trash->add_slot(c, c->slot);
   c->slot = -1;
-  if (c->kept) recipe_bytes -= c->nbytes;
+  if (c->kept) totals.recipe_bytes -= c->nbytes;
 }
 
 at::DataPtr become_absent_locked(Cell* c, c10::StorageImpl* s) {
@@ -42,11 +42,11 @@ at::DataPtr become_absent_locked(Cell* c, c10::StorageImpl* s) {
   else
     bytes = std::move(c->bytes);
   c->bytes.clear();
-  resident_cell_bytes -= c->nbytes;
+  totals.resident_cell_bytes -= c->nbytes;
   if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   c->outside = false;
   mm_arena_note_virtual(c->pool->arena, static_cast<int64_t>(c->nbytes));
-  absent_cells++;
+  totals.absent_cells++;
   return bytes;
 }
 

@@ -40,7 +40,7 @@ struct Sums {
   bool moving = false;
 };
 
-void check_cell(const Cell* c, size_t index, Equations* all, Sums* sums) {
+void check_cell_locked(const Cell* c, size_t index, Equations* all, Sums* sums) REQUIRES(graph_lock()) {
   const uint32_t state = c->state.load();
   const bool busy = state & kBusy, absent = state & kAbsent, orphan = !c->storage._unsafe_get_target();
   all->require(c->index == index, "cell ", c->serial, " stands at ", index, " and says ", c->index);
@@ -83,13 +83,13 @@ struct Graph {
   std::unordered_set<const Version*> versions;
   std::unordered_set<const Recipe*> recipes;
 
-  void add(const Version* first) {
+  void add(const Version* first) REQUIRES(graph_lock()) {
     std::vector<const Version*> open{first};
     while (!open.empty()) {
       const Version* v = open.back();
       open.pop_back();
       if (!v || !versions.insert(v).second) continue;
-      const auto add_recipe = [&](const Recipe* r) {
+      const auto add_recipe = [&](const Recipe* r) REQUIRES(graph_lock()) {
         if (!r || !recipes.insert(r).second) return;
         for (const TensorArg& a : r->tensors) open.push_back(a.version);
         for (const Version* o : r->outputs) open.push_back(o);
@@ -100,7 +100,7 @@ struct Graph {
   }
 };
 
-void check_versions(const Graph& graph, Equations* all) {
+void check_versions_locked(const Graph& graph, Equations* all) REQUIRES(graph_lock()) {
   std::unordered_map<const Version*, uint64_t> needed, read;
   for (const Recipe* r : graph.recipes) {
     uint64_t pulling = 0, outputs = 0;
@@ -138,20 +138,21 @@ std::string broken_equation() {
   const Hold lock(graph_lock());
   for (size_t i = 0; i < count_cells_locked(); ++i) {
     const Cell* c = cell_at_locked(i);
-    check_cell(c, i, &all, &sums);
+    check_cell_locked(c, i, &all, &sums);
     graph.add(c->version);
   }
-  check_versions(graph, &all);
+  check_versions_locked(graph, &all);
   uint64_t recipes = sums.kept;
   for (const Recipe* r : graph.recipes) recipes += r->bytes;
-  all.require(recipe_bytes.load() >= recipes, "recipe_bytes is ", recipe_bytes.load(), ", and recipes take ", recipes);
-  all.equal("root_bytes", root_bytes.load(), sums.roots);
-  all.equal("escaped_bytes", escaped_bytes.load(), sums.escaped);
-  all.equal("newborn_bytes", newborn_bytes.load(), sums.newborn);
-  all.equal("long_pinned_bytes", long_pinned_bytes.load(), sums.long_pinned);
+  all.require(totals.recipe_bytes.load() >= recipes, "recipe_bytes is ", totals.recipe_bytes.load(),
+              ", and recipes take ", recipes);
+  all.equal("root_bytes", totals.root_bytes.load(), sums.roots);
+  all.equal("escaped_bytes", totals.escaped_bytes.load(), sums.escaped);
+  all.equal("newborn_bytes", totals.newborn_bytes.load(), sums.newborn);
+  all.equal("long_pinned_bytes", totals.long_pinned_bytes.load(), sums.long_pinned);
   if (!sums.moving) {
-    all.equal("resident_cell_bytes", resident_cell_bytes.load(), sums.resident);
-    all.equal("absent_cells", static_cast<uint64_t>(absent_cells.load()), sums.absent);
+    all.equal("resident_cell_bytes", totals.resident_cell_bytes.load(), sums.resident);
+    all.equal("absent_cells", static_cast<uint64_t>(totals.absent_cells.load()), sums.absent);
   }
   return all.broken();
 }

@@ -11,7 +11,7 @@ namespace memmgr::pager {
 
 std::atomic<int> copies_under_way{0};
 
-NoDestructor<std::vector<Cell*>> writes;
+NoDestructor<std::vector<Cell*>> writes OF_GRAPH;
 
 std::vector<Cell*>& writes_under_way() { return *writes; }
 

@@ -13,13 +13,13 @@ namespace memmgr::pager {
 extern std::atomic<int> copies_under_way;
 
 // The cell is being written to this slot.
-void note_write_locked(Cell* c, mm_slot slot);
-void forget_write_locked(Cell* c);
+void note_write_locked(Cell* c, mm_slot slot) REQUIRES(graph_lock());
+void forget_write_locked(Cell* c) REQUIRES(graph_lock());
 // Cancels the write of a cell, if there is one.
-void cancel_write_locked(Cell* c, Trash* trash);
-std::vector<Cell*>& writes_under_way();
+void cancel_write_locked(Cell* c, Trash* trash) REQUIRES(graph_lock());
+std::vector<Cell*>& writes_under_way() REQUIRES(graph_lock());
 
 // Counts the bytes of `c` as moved over the link.
-void note_moved_locked(Cell* c, bool write);
+void note_moved_locked(Cell* c, bool write) REQUIRES(graph_lock());
 
 }  // namespace memmgr::pager

@@ -25,8 +25,8 @@ struct Fixed {
   mm_arena* arena;  // in which the bytes count
 };
 
-// Guarded by the graph's lock. The weak reference keeps the key from being reused for another storage.
-NoDestructor<std::unordered_map<const c10::StorageImpl*, Fixed>> all_fixed;
+// The weak reference keeps the key from being reused for another storage.
+NoDestructor<std::unordered_map<const c10::StorageImpl*, Fixed>> all_fixed OF_GRAPH;
 
 Owner owner_of(const Pool& pool, const void* p, uint64_t nbytes) {
   if (!pool.on_host()) return Owner::kLibrary;
@@ -49,7 +49,7 @@ bool may_be_fixed(const Session& session, const c10::StorageImpl* s) {
   return !is_counted_as_fixed(s) && !cell_of(s) && !adoptable(session, s) && !is_part_of_cell(s);
 }
 
-void end_locked(const Fixed& f) {
+void end_locked(const Fixed& f) REQUIRES(graph_lock()) {
   if (takes_room(f.owner)) mm_arena_add_outside(f.arena, -static_cast<int64_t>(f.nbytes));
 }
 

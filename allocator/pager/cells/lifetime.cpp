@@ -19,7 +19,7 @@ struct Remains {
 };
 
 // Ends the cell if no recipe needs its bytes. Otherwise makes an orphan of it.
-static void last_user_is_gone_locked(Cell* c, Remains* remains) {
+static void last_user_is_gone_locked(Cell* c, Remains* remains) REQUIRES(graph_lock()) {
   Trash& trash = remains->trash;
   remains->storage = std::move(c->storage);
   c->storage = WeakStorage(StoragePtr());
@@ -31,7 +31,7 @@ static void last_user_is_gone_locked(Cell* c, Remains* remains) {
     if (has_bytes_locked(v) && ((v->needed > 0 && !remade) || kept)) {
       c->state.fetch_and(~kDead);
       v->refs--;  // the version owns the cell now
-      if (c->small) keep(c);
+      if (c->small) keep_locked(c);
       return;
     }
     const bool before = pulls_locked(v);
@@ -97,7 +97,7 @@ void escape_locked(Cell* c, Escape why) {
   c->escape = why;
   name_escaped_locked(c);
   stand_pinned_locked(c);
-  escaped_bytes += c->nbytes;
+  totals.escaped_bytes += c->nbytes;
   count_long_pinned_locked(c);
   c->pool->session.counters.escapes++;
 }
@@ -118,9 +118,9 @@ bool become_resident_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Tra
   note_home(c);
   c->filled_on.store(filled_on, std::memory_order_release);
   c->waited_for_filling.store(kNotFilled, std::memory_order_relaxed);
-  resident_cell_bytes += c->nbytes;
+  totals.resident_cell_bytes += c->nbytes;
   mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
-  absent_cells--;
+  totals.absent_cells--;
   if (c->version) set_evicted_locked(c->version, false, trash);
   c->absence = Absence::kNone;
   c->checksum = Checksum();

@@ -14,7 +14,7 @@ inline bool pin(Cell* c, uint64_t now) {
 }
 // Pins a cell that the caller has from a version and not from a storage. False: the storage has ended, there is no pin,
 // and another thread is ending the cell.
-bool pin_living_locked(Cell* c, uint64_t now);
+bool pin_living_locked(Cell* c, uint64_t now) REQUIRES(graph_lock());
 void last_user_is_gone(Cell* c);
 inline void unpin(Cell* c) {
   note_used(c);
@@ -22,12 +22,13 @@ inline void unpin(Cell* c) {
   if (C10_UNLIKELY((before & kDead) && (before & kPinMask) == 1 && !(before & kBusy))) last_user_is_gone(c);
 }
 // A resident cell keeps its address from now on, because others have it.
-void escape_locked(Cell* c, Escape why);
+void escape_locked(Cell* c, Escape why) REQUIRES(graph_lock());
 // Ends a move: clears kBusy, sets or clears kAbsent, and wakes waiting threads.
 void end_move(Cell* c, bool absent);
-bool end_move_locked(Cell* c, bool absent);  // true: call last_user_is_gone() once the lock is free
+bool end_move_locked(Cell* c, bool absent)
+    REQUIRES(graph_lock());  // true: call last_user_is_gone() once the lock is free
 // Makes a cell resident with these bytes, and ends the move. The caller has the cell busy. `filled_on`: the stream that
 // writes the bytes.
-bool become_resident_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash);
+bool become_resident_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash) REQUIRES(graph_lock());
 
 }  // namespace memmgr::pager

@@ -31,7 +31,7 @@ namespace {
 
 std::atomic<int> ranges{0};
 
-NoDestructor<std::vector<std::weak_ptr<Mapping>>> mappings;
+NoDestructor<std::vector<std::weak_ptr<Mapping>>> mappings OF_GRAPH;
 
 bool is_private_mapping(const at::DataPtr& p) {
   const at::MapAllocator* map = at::MapAllocator::fromDataPtr(p);
@@ -56,7 +56,7 @@ int open_file_of(const Area& area) {
   return -1;
 }
 
-std::shared_ptr<Mapping> mapping_around_locked(const void* address, uint64_t nbytes) {
+std::shared_ptr<Mapping> mapping_around_locked(const void* address, uint64_t nbytes) REQUIRES(graph_lock()) {
   auto& known = *mappings;
   known.erase(std::remove_if(known.begin(), known.end(), [](const auto& m) { return m.expired(); }), known.end());
   const auto begin = reinterpret_cast<uintptr_t>(address);

@@ -27,23 +27,23 @@ bool is_mapped(const c10::StorageImpl* s);
 bool is_part_of_cell(const c10::StorageImpl* s);
 
 // Returns false if a cell of another storage has some of these bytes and is not in the mapping for good.
-bool may_begin_range_locked(const c10::StorageImpl* s);
+bool may_begin_range_locked(const c10::StorageImpl* s) REQUIRES(graph_lock());
 // Begins the range of a new cell whose bytes lie at its pointer. Records the file as its copy.
-void begin_range_locked(Cell* c);
+void begin_range_locked(Cell* c) REQUIRES(graph_lock());
 // Returns true if no page of the cell has been read: it needs no memory before its first use.
-bool begins_away_locked(const Cell* c);
+bool begins_away_locked(const Cell* c) REQUIRES(graph_lock());
 // Ends the range of the cell. The caller destroys it without the lock.
-std::unique_ptr<MappedRange> end_range_locked(Cell* c);
+std::unique_ptr<MappedRange> end_range_locked(Cell* c) REQUIRES(graph_lock());
 // Visits the cells of other storages over bytes of `s`.
-void each_over_locked(const c10::StorageImpl* s, c10::function_ref<void(Cell*)> visit);
+void each_over_locked(const c10::StorageImpl* s, c10::function_ref<void(Cell*)> visit) REQUIRES(graph_lock());
 // Returns all mappings that have, or had, cells.
-std::vector<std::shared_ptr<Mapping>> living_mappings_locked();
+std::vector<std::shared_ptr<Mapping>> living_mappings_locked() REQUIRES(graph_lock());
 bool any_ranges();
 // Returns true if the address was handed out while the bytes were in the mapping: they stay there.
 bool stays_in_mapping(const Cell* c);
 
 uint64_t sample_of(const void* data, uint64_t nbytes);  // a checksum of some words
-void note_sample_locked(Cell* c);
+void note_sample_locked(Cell* c) REQUIRES(graph_lock());
 bool sample_agrees(const Cell* c, const void* data);
 [[noreturn]] void throw_file_failed(const Cell* c, int error);
 

@@ -33,19 +33,19 @@ struct Names {
   // The address of claimed memory that does not move -> the claim's name. An entry may be out of date until its claim
   // ends.
   std::map<uint64_t, uint64_t> places;
+  uint64_t next_number = kFirstNumber;
 };
 
-NoDestructor<Names> names;
+NoDestructor<Names> names OF_GRAPH;
 
-uint64_t address_of(const c10::StorageImpl* s) { return reinterpret_cast<uintptr_t>(pointer_of(s).get()); }
-
-uint64_t next_number(uint64_t nbytes) {
+uint64_t next_number(uint64_t nbytes) REQUIRES(graph_lock()) {
   constexpr uint64_t kPage = 4096;
-  static uint64_t next = kFirstNumber;
-  const uint64_t number = next;
-  next += (nbytes + kPage - 1) / kPage * kPage + kPage;
+  const uint64_t number = names->next_number;
+  names->next_number += (nbytes + kPage - 1) / kPage * kPage + kPage;
   return number;
 }
+
+uint64_t address_of(const c10::StorageImpl* s) { return reinterpret_cast<uintptr_t>(pointer_of(s).get()); }
 
 // Returns true if the claim's storage lives. A storage without a cell ends, or gets other memory, without a call.
 bool lives(const Claim& claim) {
@@ -55,13 +55,13 @@ bool lives(const Claim& claim) {
   return false;
 }
 
-Claims::iterator end_claim(Claims::iterator claim) {
+Claims::iterator end_claim(Claims::iterator claim) REQUIRES(graph_lock()) {
   const auto place = names->places.find(claim->second.at);
   if (place != names->places.end() && place->second == claim->first) names->places.erase(place);
   return names->claims.erase(claim);
 }
 
-bool is_claimed(uint64_t begin, uint64_t nbytes) {
+bool is_claimed(uint64_t begin, uint64_t nbytes) REQUIRES(graph_lock()) {
   auto claim = names->claims.lower_bound(begin + nbytes);
   while (claim != names->claims.begin()) {
     --claim;
@@ -72,18 +72,18 @@ bool is_claimed(uint64_t begin, uint64_t nbytes) {
   return false;
 }
 
-uint64_t free_name(uint64_t address, uint64_t nbytes) {
+uint64_t free_name(uint64_t address, uint64_t nbytes) REQUIRES(graph_lock()) {
   return is_claimed(address, nbytes) ? next_number(nbytes) : address;
 }
 
-void set_place(Claims::iterator claim, uint64_t at) {
+void set_place(Claims::iterator claim, uint64_t at) REQUIRES(graph_lock()) {
   claim->second.at = at;
   names->places[at] = claim->first;
 }
 
 // Returns the claim whose memory lies around this address and does not move. Living memory does not overlap, so the
 // first entry that is not out of date decides.
-Claims::iterator claim_around(uint64_t address) {
+Claims::iterator claim_around(uint64_t address) REQUIRES(graph_lock()) {
   for (auto place = names->places.upper_bound(address); place != names->places.begin();) {
     --place;
     const auto claim = names->claims.find(place->second);
@@ -94,7 +94,7 @@ Claims::iterator claim_around(uint64_t address) {
   return names->claims.end();
 }
 
-void claim_for(Cell* c, uint64_t name) {
+void claim_for(Cell* c, uint64_t name) REQUIRES(graph_lock()) {
   c->name = name;
   Claim& claim = names->claims[name];
   claim.nbytes = c->nbytes;

@@ -27,17 +27,17 @@ uint64_t name_of(c10::StorageImpl* s);
 bool names_differ();
 
 // Called before the bytes of `c` become absent.
-void claim_name_locked(Cell* c);
-inline void name_leaving_locked(Cell* c) {
+void claim_name_locked(Cell* c) REQUIRES(graph_lock());
+inline void name_leaving_locked(Cell* c) REQUIRES(graph_lock()) {
   if (!c->name) claim_name_locked(c);
 }
 // Called when the address of `c` is handed out: other storages may be made over its bytes.
-void name_escaped_locked(Cell* c);
+void name_escaped_locked(Cell* c) REQUIRES(graph_lock());
 // Called when the storage becomes a cell. It may have been one in an earlier budget.
-void name_adopted_locked(Cell* c, const c10::StorageImpl* s);
+void name_adopted_locked(Cell* c, const c10::StorageImpl* s) REQUIRES(graph_lock());
 // Called when the storage has no cell any longer.
-void name_unadopted_locked(Cell* c, c10::StorageImpl* s);
+void name_unadopted_locked(Cell* c, c10::StorageImpl* s) REQUIRES(graph_lock());
 // Called when the storage has ended.
-void end_name_locked(Cell* c);
+void end_name_locked(Cell* c) REQUIRES(graph_lock());
 
 }  // namespace memmgr::pager

@@ -10,7 +10,7 @@ namespace memmgr::pager {
 void show_bytes(c10::StorageImpl* s, void* data, const Cell* c);
 // Reports a write that no op declares, until unwatch_writes (by torch 2.13's materializer; earlier releases have none).
 // The caller has a pin.
-void watch_writes(const Cell* c);
+void watch_writes(const Cell* c) NOT_ANALYZED;  // its storage stays: the caller has the cell pinned
 void unwatch_writes(c10::StorageImpl* s);
 // Called by such a write (guards/escape.h).
 extern void (*on_foreign_write)(c10::StorageImpl* s);

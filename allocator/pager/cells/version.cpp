@@ -39,7 +39,7 @@ void need_locked(Version* v) {
 }
 
 // Ends an orphan that no recipe needs, and frees its bytes.
-static void end_orphan_locked(Version* v, Trash* trash) {
+static void end_orphan_locked(Version* v, Trash* trash) REQUIRES(graph_lock()) {
   Cell* c = v->cell;
   v->cell = nullptr;
   check_lost_locked(v);
@@ -51,7 +51,9 @@ static void end_orphan_locked(Version* v, Trash* trash) {
   cell_memory().end_locked(c);
 }
 
-static bool is_orphan(const Version* v) { return v->cell && !v->cell->storage._unsafe_get_target(); }
+static bool is_orphan(const Version* v) REQUIRES(graph_lock()) {
+  return v->cell && !v->cell->storage._unsafe_get_target();
+}
 
 void unneed_locked(Version* v, Trash* trash) {
   const bool before = pulls_locked(v);
@@ -73,7 +75,7 @@ void lend_bytes_locked(Pool& pool, Version* v, at::DataPtr bytes) {
   v->cell = c;
   v->temporary = true;
   register_locked(c);
-  if (!c->small) resident_cell_bytes += c->nbytes;
+  if (!c->small) totals.resident_cell_bytes += c->nbytes;
 }
 
 void end_loan_locked(Version* v, Trash* trash) {
@@ -180,13 +182,13 @@ void settle_before_write(Cell* c) {
   register_locked(copy);
   count_root_locked(copy);
   if (copy->small) {
-    keep(copy);
+    keep_locked(copy);
   } else if (copy->slot >= 0) {
     note_moved_locked(copy, true);
     mm_arena_note_virtual(copy->pool->arena, static_cast<int64_t>(copy->nbytes));
-    absent_cells++;
+    totals.absent_cells++;
   } else {
-    resident_cell_bytes += copy->nbytes;
+    totals.resident_cell_bytes += copy->nbytes;
   }
   new_version_locked(c, &trash);
 }
@@ -242,7 +244,7 @@ void release_recipe_locked(Recipe* r, Trash* trash) {
     }
     release_version_locked(a.version, trash);
   }
-  recipe_bytes -= r->bytes;
+  totals.recipe_bytes -= r->bytes;
   delete r;
 }
 

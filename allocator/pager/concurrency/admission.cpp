@@ -40,7 +40,7 @@ bool fits(mm_arena* arena, uint64_t running) {
   const uint64_t bytes = running & (kOneOp - 1);
   const uint64_t limit = mm_arena_budget(arena);
   if (limit == MM_UNLIMITED) return true;
-  const uint64_t all = mm_arena_resident(arena), paged = resident_cell_bytes.load();
+  const uint64_t all = mm_arena_resident(arena), paged = totals.resident_cell_bytes.load();
   const uint64_t fixed = all - std::min(all, paged);
   return bytes + fixed <= limit;
 }

@@ -46,8 +46,8 @@ using SlicePtr = std::shared_ptr<Slice>;
 struct Pending {
   Lock& lock = lock_of(LockId::kSteps);
   Condition ended;
-  std::unordered_map<c10::StorageImpl*, SlicePtr> of_storage;
-  bool may_wait = false;
+  std::unordered_map<c10::StorageImpl*, SlicePtr> of_storage GUARDED_BY(lock);
+  bool may_wait GUARDED_BY(lock) = false;
   std::atomic<uint64_t> queued{0}, settled{0};  // slices on an accelerator
 };
 
@@ -65,7 +65,7 @@ void end(const SlicePtr& slice) {
 // Claims the slice for this thread. Waits if another thread runs it. False: it has ended, or this thread runs it
 // already.
 bool begin(const SlicePtr& slice) {
-  const auto waits = [&] {
+  const auto waits = [&]() REQUIRES(pending->lock) {
     const auto found = pending->of_storage.find(slice->tensors.begin()->first);
     return found != pending->of_storage.end() && found->second == slice;
   };
@@ -193,14 +193,14 @@ void finish_each(const Session& session, const c10::SmallVector<SlicePtr, 4>& sl
   if (!slices.empty()) come_after_slices(session);
 }
 
-void collect_locked(c10::StorageImpl* s, c10::SmallVector<SlicePtr, 4>* found) {
+void collect_locked(c10::StorageImpl* s, c10::SmallVector<SlicePtr, 4>* found) REQUIRES(pending->lock) {
   const auto it = pending->of_storage.find(s);
   if (it != pending->of_storage.end() && std::find(found->begin(), found->end(), it->second) == found->end())
     found->push_back(it->second);
 }
 
-void collect_locked(const c10::IValue& v, c10::SmallVector<SlicePtr, 4>* found) {
-  const auto collect = [&](c10::StorageImpl* s) { collect_locked(s, found); };
+void collect_locked(const c10::IValue& v, c10::SmallVector<SlicePtr, 4>* found) REQUIRES(pending->lock) {
+  const auto collect = [&](c10::StorageImpl* s) NOT_ANALYZED { collect_locked(s, found); };  // runs under the lock
   each_tensor(v, [&](c10::TensorImpl* t) { each_storage(t, collect); }, collect);
 }
 

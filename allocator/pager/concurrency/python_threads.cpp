@@ -116,15 +116,15 @@ struct Other {
 
 struct Others {
   Lock& lock = lock_of(LockId::kOtherThreads);
-  std::vector<Other> all;
-  uint64_t until_ns = 0;  // later no thread is waited for: one that has not gone on runs no op
+  std::vector<Other> all GUARDED_BY(lock);
+  uint64_t until_ns GUARDED_BY(lock) = 0;  // later no thread is waited for: one that has not gone on runs no op
 };
 
 NoDestructor<Others> others;
 
 std::atomic<bool> waiting_for_others{false};
 
-void remove_locked(std::vector<Other>::iterator from) {
+void remove_locked(std::vector<Other>::iterator from) REQUIRES(others->lock) {
   others->all.erase(from, others->all.end());
   if (others->all.empty() && waiting_for_others.exchange(false)) freeze_all_evictions(false);
 }

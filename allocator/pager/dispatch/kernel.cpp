@@ -202,7 +202,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
   bool alone = false;
   // Another try may be needed: another thread's op runs, cells are absent, or another thread has newborns.
-  if (others_run || absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns())
+  if (others_run || totals.absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns())
     kept.keep(stack->data() + base, n);
   int pauses = 0;
   SeenNewborns newborns;
@@ -465,7 +465,7 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, keys, stack);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  const bool done_in_child = forked_child.load(std::memory_order_relaxed) && absent_cells.load() == 0;
+  const bool done_in_child = forked_child.load(std::memory_order_relaxed) && totals.absent_cells.load() == 0;
   std::optional<InKernel> inside;
   if (C10_LIKELY(the_session.open.load(std::memory_order_relaxed))) inside.emplace();
   if (C10_UNLIKELY(!inside || !the_session.open.load(std::memory_order_acquire) || done_in_child)) {

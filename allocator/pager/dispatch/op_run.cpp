@@ -194,16 +194,15 @@ void Call::outputs(Frame& frame) {
   collect_outputs(*stack_, returns, &storages);
   c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);
   bool any = false;
-  {
+  const auto large_from = [&](size_t i) {
+    while (i < storages.size() && !newly_large(storages[i], old_)) ++i;
+    return i;
+  };
+  if (size_t i = large_from(0); i < storages.size()) {
     Trash trash;
-    Hold lock(graph_lock(), std::defer_lock);
-    Maker maker;
-    for (size_t i = 0; i < storages.size(); ++i) {
-      if (!newly_large(storages[i], old_)) continue;
-      if (!lock.owns_lock()) {
-        maker = as_maker(info_);
-        lock.lock();
-      }
+    const Maker maker = as_maker(info_);
+    const Hold lock(graph_lock());
+    for (; i < storages.size(); i = large_from(i + 1)) {
       Cell* c = adopt_locked(the_session, storages[i], 1, ended_, true, maker);
       if (!c) continue;
       frame.take_pin(c);
@@ -263,7 +262,7 @@ void Call::attach_write(const Frame& frame) {
   }
   note_run();
   try_kind(s, {});
-  recording_.attach_if_trusted(written->version);
+  recording_.attach_if_trusted(*written);
 }
 
 void Call::note_run() {

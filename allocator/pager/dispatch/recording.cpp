@@ -37,8 +37,13 @@ bool Recording::may_check(uint64_t bytes) const {
 
 void Recording::copy_written() {
   for (const TensorArg& a : recipe_->tensors) {
-    if (a.role != ArgumentRole::kWritten || !a.version->cell) continue;
-    Cell* c = a.version->cell;
+    if (a.role != ArgumentRole::kWritten) continue;
+    Cell* c;
+    {
+      const Hold lock(graph_lock());
+      c = a.version->cell;
+    }
+    if (!c) continue;
     if (!may_check(c->nbytes)) return;
     try {
       const OwnWork own;

@@ -50,6 +50,9 @@ class Recording {
   void end_check(bool same, c10::ArrayRef<c10::StorageImpl*> made);
   // Attaches the recipe, unless its signature has not been checked, or has failed.
   void attach_if_trusted(c10::ArrayRef<Version*> versions);
+  void attach_if_trusted(const Cell& written) NOT_ANALYZED {  // the version is read under the lock
+    attach_if_trusted(c10::ArrayRef<Version*>(&written.version, 1));
+  }
 
  private:
   // Returns true if the bytes before each write were copied, or the recipe writes to none.

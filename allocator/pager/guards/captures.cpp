@@ -21,7 +21,7 @@ namespace {
 std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
   std::vector<std::pair<Cell*, StoragePtr>> found;
   const Hold lock(graph_lock());
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     if (!(c->state.load() & kAbsent) || c->given_up || (c->absence == Absence::kEvicted) != evicted) return;
     if (StoragePtr s = hold(c)) found.emplace_back(c, std::move(s));
   });

@@ -118,7 +118,7 @@ void keep(Each&& each) {
     const Hold lock(accumulated->lock);
     const Hold graph(graph_lock());
     std::vector<Cell*>& pinned = touched_locked(node.get(), &before);
-    each([&](Cell* c) {
+    each([&](Cell* c) REQUIRES(graph_lock()) {
       pin(c, ticks());
       begin_long_pin_locked(c);
       pinned.push_back(c);
@@ -141,7 +141,7 @@ void reducers_listen(bool begin) {
 }
 
 void keep_accumulated(const Frame& frame) {
-  keep([&](auto&& take) {
+  keep([&](auto&& take) REQUIRES(graph_lock()) {
     for (const Touched& t : frame.cells()) take(t.cell);
   });
 }
@@ -150,7 +150,7 @@ void keep_accumulated(const c10::IValue& view) {
   c10::TensorImpl* t = view.isTensor() ? view.unsafeToTensorImpl() : nullptr;
   Cell* c = t && t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
   if (!c || c->small) return;
-  keep([&](auto&& take) { take(c); });
+  keep([&](auto&& take) REQUIRES(graph_lock()) { take(c); });
   restore_cell(c);
 }
 

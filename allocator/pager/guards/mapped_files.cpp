@@ -46,7 +46,7 @@ bool begin_move_below(Cell* c, bool in_file) {
 }
 
 // Gives a resident cell other memory for its bytes. Returns the memory that they were in.
-at::DataPtr put_locked(Cell* c, at::DataPtr bytes) {
+at::DataPtr put_locked(Cell* c, at::DataPtr bytes) REQUIRES(graph_lock()) {
   at::DataPtr before = std::move(c->bytes);
   c->bytes = std::move(bytes);
   if (auto* s = c->storage._unsafe_get_target()) show_bytes(s, c->bytes.get(), c);
@@ -127,7 +127,7 @@ bool share_mapping(c10::StorageImpl* s) {
   bool any = false;
   {
     const Hold lock(graph_lock());
-    each_over_locked(s, [&](Cell* c) {
+    each_over_locked(s, [&](Cell* c) REQUIRES(graph_lock()) {
       any = true;
       if (!stays_in_mapping(c)) found.emplace_back(c, c->storage);
     });
@@ -196,7 +196,7 @@ static std::vector<std::pair<Cell*, WeakStorage>> cells_of_file(const char* path
 }
 
 // The file is no longer a copy of the cell's bytes, and they never move back to the mapping.
-static void forget_file_locked(Cell* c, Trash* trash) {
+static void forget_file_locked(Cell* c, Trash* trash) REQUIRES(graph_lock()) {
   c->range->overwritten = true;
   if (c->slot >= 0) trash->add_slot(c, std::exchange(c->slot, -1));
   count_root_locked(c);

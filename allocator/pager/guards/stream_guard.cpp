@@ -29,7 +29,7 @@ static void set_asker(std::atomic<bool>& flag, bool on) {
     const Hold lock(graph_lock());
     flag = on;
     without_trap = several_streams || profiled;  // cells that are evicted later are shown in the same way
-    for_each_cell_locked([&](Cell* c) {
+    for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
       const uint32_t state = c->state.load();
       if (!(state & kAbsent) || (state & kBusy)) return;
       held.push_back(hold(c));

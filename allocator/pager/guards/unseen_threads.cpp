@@ -48,7 +48,7 @@ std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
   std::vector<std::pair<uint64_t, std::pair<Cell*, StoragePtr>>> found;
   {
     const Hold lock(graph_lock());
-    for_each_cell_locked([&](Cell* c) {
+    for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
       if (c->storage._unsafe_get_target())
         if (StoragePtr s = hold(c)) found.push_back({c->last_touch.load(std::memory_order_relaxed), {c, std::move(s)}});
     });

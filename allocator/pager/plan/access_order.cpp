@@ -40,10 +40,10 @@ struct TurnOrder {
   bool applies() const { return used && count() > 1 && !plan_foretells(); }
   Cell* after(uint32_t places) const { return cells[(at - 1 + places) % count()]; }
   Cell* before(uint32_t places) const { return cells[(at - 1 + count() - places) % count()]; }
-  uint32_t places_until(const Cell* c) const { return (c->in_turn + count() - at) % count(); }
+  uint32_t places_until(const Cell* c) const REQUIRES(graph_lock()) { return (c->in_turn + count() - at) % count(); }
 };
 
-NoDestructor<TurnOrder> turn_order;
+NoDestructor<TurnOrder> turn_order OF_GRAPH;
 
 // Evicts cells that are touched after `until` places. It does not wait for a write.
 bool make_room_behind(uint64_t bytes, uint32_t until) {
@@ -63,7 +63,7 @@ bool make_room_behind(uint64_t bytes, uint32_t until) {
 }
 
 // Places are given in the order in which it is called; `close` ends the order.
-void add_place_locked(TurnOrder& o, std::vector<uint32_t>& first, Cell* c) {
+void add_place_locked(TurnOrder& o, std::vector<uint32_t>& first, Cell* c) REQUIRES(graph_lock()) {
   if (!c || c->small || (!o.cells.empty() && o.cells.back() == c)) return;
   o.cells.push_back(c);
   o.again.push_back(0);
@@ -72,7 +72,7 @@ void add_place_locked(TurnOrder& o, std::vector<uint32_t>& first, Cell* c) {
   if (before) o.again[before - 1] = o.count();
 }
 
-void close_locked(TurnOrder& o, const std::vector<uint32_t>& first) {
+void close_locked(TurnOrder& o, const std::vector<uint32_t>& first) REQUIRES(graph_lock()) {
   for (uint32_t i = 0; i < o.count(); ++i)
     if (o.again[i] == 0) o.cells[i]->in_turn = o.again[i] = first[i];
   o.whole = true;
@@ -121,7 +121,7 @@ void forget_order_locked() {
   o.whole = false;
 }
 
-static void forget_in_order_locked(Cell* c) {
+static void forget_in_order_locked(Cell* c) REQUIRES(graph_lock()) {
   if (!c->in_turn) return;
   TurnOrder& o = *turn_order;
   uint32_t place = c->in_turn;
@@ -145,19 +145,19 @@ void touch_in_order_locked(Cell* c) {
   c->in_turn = o.again[c->in_turn - 1];
 }
 
-static uint64_t ticks_until_touch_locked(const Cell* c) {
+static uint64_t ticks_until_touch_locked(const Cell* c) REQUIRES(graph_lock()) {
   const TurnOrder& o = *turn_order;
   if (!c->in_turn || !o.applies()) return 0;
   const uint32_t places = o.places_until(c);
   return 1 + o.turn_ticks * (places ? places : o.count()) / o.count();
 }
 
-static bool order_has_moved_locked() {
+static bool order_has_moved_locked() REQUIRES(graph_lock()) {
   const TurnOrder& o = *turn_order;
   return o.applies() && (o.at + o.count() - o.ranked_at) % o.count() > o.count() / kRanksOfATurn;
 }
 
-static void order_was_used_locked() { turn_order->ranked_at = turn_order->at; }
+static void order_was_used_locked() REQUIRES(graph_lock()) { turn_order->ranked_at = turn_order->at; }
 
 static const bool foretells =
     (next_touch = {&ticks_until_touch_locked, &order_has_moved_locked, &order_was_used_locked}, true);
@@ -174,7 +174,7 @@ static void write_behind(const Session& session) {
 }
 
 void read_in_order(const Session& session) {
-  if (absent_cells.load(std::memory_order_relaxed) == 0 || !session.options.prefetch) return;
+  if (totals.absent_cells.load(std::memory_order_relaxed) == 0 || !session.options.prefetch) return;
   write_behind(session);
   const uint64_t most = mm_arena_budget(session.arena) / kShareAhead;
   uint64_t ahead = 0;

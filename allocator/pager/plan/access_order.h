@@ -15,15 +15,15 @@
 namespace memmgr::pager {
 
 // Takes the order from a turn or a pass that ends. cells: by ordinal; null: the cell has ended.
-void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells);
+void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells) REQUIRES(graph_lock());
 // Takes the order from the forward when a backward begins. forward: the timeline since the last backward ended; cells:
 // by its ordinals.
-void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& cells);
-void forget_order_locked();
+void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& cells) REQUIRES(graph_lock());
+void forget_order_locked() REQUIRES(graph_lock());
 // Uses the order while the program goes through a turn, or may do so. False: nothing is foretold.
-void use_order_locked(bool on);
+void use_order_locked(bool on) REQUIRES(graph_lock());
 // An op touches a cell that has a place (Cell::in_turn).
-void touch_in_order_locked(Cell* c);
+void touch_in_order_locked(Cell* c) REQUIRES(graph_lock());
 
 // Starts to read absent cells that are touched next. Nothing is pinned.
 void read_in_order(const Session& session);

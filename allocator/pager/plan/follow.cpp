@@ -43,7 +43,6 @@ struct Unread {
   Row how = Row::kDrop;
 };
 
-// Guarded by the graph's lock.
 struct Follower {
   std::list<FollowedPlan> plans;  // the latest first
   const FollowedPlan* leads = nullptr;
@@ -62,7 +61,7 @@ struct Follower {
   LeftPlan left;
 };
 
-NoDestructor<Follower> follower;
+NoDestructor<Follower> follower OF_GRAPH;
 
 std::atomic<bool> leading{false}, foretelling{false};
 
@@ -72,7 +71,7 @@ size_t at_or_after(const std::vector<PlanRow>& rows, uint32_t position) {
                              rows.begin());
 }
 
-void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
+void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) REQUIRES(graph_lock()) {
   f.leads = plan;
   leading = plan != nullptr;
   foretelling = false;
@@ -90,7 +89,7 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
 }
 
 // A period begins with these places, or goes on without any.
-void follow_places_locked(mm_arena* arena, Follower& f, std::shared_ptr<mm_places> places) {
+void follow_places_locked(mm_arena* arena, Follower& f, std::shared_ptr<mm_places> places) REQUIRES(graph_lock()) {
   if (!places && !f.places) return;
   if (arena) mm_arena_follow(arena, places.get());
   f.places = std::move(places);
@@ -103,23 +102,23 @@ uint32_t& turn_of(Follower& f, uint32_t ordinal) {
 }
 
 // Returns null if the cell has ended or is not the one that the plan means.
-Cell* cell_locked(const Follower& f, uint32_t ordinal) {
+Cell* cell_locked(const Follower& f, uint32_t ordinal) REQUIRES(graph_lock()) {
   if (!(ordinal & kBefore)) return cell_of_ordinal_locked(ordinal);
   return f.leads ? cell_before_locked(ordinal & ~kBefore, f.leads->hashes.back()) : nullptr;
 }
 
-void depart_locked(Follower& f, uint32_t ordinal, Row how) {
+void depart_locked(Follower& f, uint32_t ordinal, Row how) REQUIRES(graph_lock()) {
   f.going.push_back({ordinal, turn_of(f, ordinal), how == Row::kOffload ? Way::kOffload : Way::kEvict});
 }
 
-Unread* unread_locked(Follower& f, uint32_t ordinal) {
+Unread* unread_locked(Follower& f, uint32_t ordinal) REQUIRES(graph_lock()) {
   const auto found =
       std::find_if(f.unread.begin(), f.unread.end(), [&](const Unread& u) { return u.ordinal == ordinal; });
   return found == f.unread.end() ? nullptr : &*found;
 }
 
 // Handles an action of a group that rematerializes nothing.
-void depart_in_group_locked(Follower& f, const PlanRow& row) {
+void depart_in_group_locked(Follower& f, const PlanRow& row) REQUIRES(graph_lock()) {
   Unread* unread = unread_locked(f, row.ordinal);
   if (row.what == Row::kUsed) {
     if (!unread) unread = &f.unread.emplace_back(Unread{row.ordinal});
@@ -144,10 +143,11 @@ void end_group() {
 // Returns the first departure whose block has the request's size: no pages are moved, and no other cell is evicted for
 // it. A cell without a copy does not count, as its eviction waits for a write. Without such a departure it is the first
 // one.
-std::deque<Departure>::iterator place_of_locked(const Options& options, Follower& f, uint64_t request) {
+std::deque<Departure>::iterator place_of_locked(const Options& options, Follower& f, uint64_t request)
+    REQUIRES(graph_lock()) {
   const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
   if (request < options.small_bytes) return f.going.begin();
-  const auto found = std::find_if(f.going.begin(), end, [&](const Departure& g) {
+  const auto found = std::find_if(f.going.begin(), end, [&](const Departure& g) REQUIRES(graph_lock()) {
     const Cell* c = turn_of(f, g.ordinal) == g.turn ? cell_locked(f, g.ordinal) : nullptr;
     return c && rounded(c->nbytes) == rounded(request) && c->state.load(std::memory_order_relaxed) == 0 &&
            (g.way == Way::kEvict || c->slot >= 0);
@@ -157,7 +157,7 @@ std::deque<Departure>::iterator place_of_locked(const Options& options, Follower
 
 // Moves cells that the plan has evicted and that are resident all the same to the pending departures. False: there is
 // none.
-bool go_again_locked(Follower& f) {
+bool go_again_locked(Follower& f) REQUIRES(graph_lock()) {
   std::vector<Departure> gone;
   for (const Departure& g : f.gone) {
     if (turn_of(f, g.ordinal) != g.turn) continue;
@@ -174,7 +174,7 @@ bool go_again_locked(Follower& f) {
 
 // Pages of long-lived blocks have holes that sites cannot use, so a plan with room for all bytes may lack room for all
 // frames. Returns the bytes that were missing.
-uint64_t lacked_bytes_locked(const Follower& f) {
+uint64_t lacked_bytes_locked(const Follower& f) REQUIRES(graph_lock()) {
   mm_places_stats s{};
   if (f.places) mm_places_stats_get(f.places.get(), &s);
   return s.lacking_periods > 1 ? s.lacking_bytes : 0;
@@ -221,7 +221,7 @@ void read_ahead(const Session& session, std::vector<uint32_t> due) {
 }
 
 // A recipe has run for others of its group. Cells that waited for it depart.
-void has_been_read_locked(const Recipe* r) {
+void has_been_read_locked(const Recipe* r) REQUIRES(graph_lock()) {
   Follower& f = *follower;
   if (f.unread.empty()) return;
   for (const TensorArg& a : r->tensors)

@@ -41,7 +41,8 @@ bool plan_foretells();
 
 // Do the actions that are due. Called by Moment.
 void follow_before(const Session& session, uint32_t position);
-void follow_position_locked(const Session& session, uint32_t position, uint64_t hash, uint64_t before);
+void follow_position_locked(const Session& session, uint32_t position, uint64_t hash, uint64_t before)
+    REQUIRES(graph_lock());
 void follow_after(const Session& session, uint32_t position);
 // Evicts cells that the plan has released, until `want` bytes are free: inside malloc, or for a read `ahead`, which
 // waits for no write. `request`: the bytes of the block that malloc needs; a cell of that size is evicted first.

@@ -27,10 +27,11 @@ constexpr size_t kMostKnown = 8;  // loops
 struct Told {
   Lock& lock = lock_of(LockId::kLoops);
   Condition ended;
-  bool stop = false, fresh = false;
-  Timeline timeline;
-  Followed followed;
-  uint64_t hash = 0, same = 0;  // hash: of the last turn; same: how often it came in a row
+  bool stop GUARDED_BY(lock) = false, fresh GUARDED_BY(lock) = false;
+  Timeline timeline GUARDED_BY(lock);
+  Followed followed GUARDED_BY(lock);
+  uint64_t hash GUARDED_BY(lock) = 0, same
+                                      GUARDED_BY(lock) = 0;  // hash: of the last turn; same: how often it came in a row
 };
 
 NoDestructor<Told> told;
@@ -176,7 +177,7 @@ void end_turn(Session& session, LoopTurn turn) {
 bool wait_for_loop() {
   Told& t = *told;
   Hold lock(t.lock);
-  t.ended.wait(lock, [&] { return t.fresh || t.stop; });
+  t.ended.wait(lock, [&]() REQUIRES(t.lock) { return t.fresh || t.stop; });
   return !t.stop;
 }
 

@@ -36,9 +36,9 @@ class LoopSeeker {
   // A backward ends a period whose last part had so many ops. If no part was a loop, all parts were one pass.
   void passed(size_t ops);
   // Returns true if this op is the first of a loop. No loop is known yet, and so many ops were noted.
-  bool begins(bool asked, size_t ops, const OpInfo* info, const Frame& frame);
+  bool begins(bool asked, size_t ops, const OpInfo* info, const Frame& frame) REQUIRES(graph_lock());
   // Returns how the noted ops end before this op.
-  Turn ends(const Timeline& turn, const OpInfo* info, const Frame& frame);
+  Turn ends(const Timeline& turn, const OpInfo* info, const Frame& frame) REQUIRES(graph_lock());
   void forget(const Cell* c);
 
  private:
@@ -53,12 +53,12 @@ class LoopSeeker {
   };
 
   // Returns false if the op touches no cell that is old enough.
-  bool begin_at(const OpInfo* info, const Frame& frame);
+  bool begin_at(const OpInfo* info, const Frame& frame) REQUIRES(graph_lock());
   // The turn was the same as the one before: checks once if turns should begin at another op.
   void settle(const Timeline& turn);
   void remember();
   // Continues another remembered loop if this op begins it.
-  bool begin_again(size_t ops, const OpInfo* info, const Frame& frame);
+  bool begin_again(size_t ops, const OpInfo* info, const Frame& frame) REQUIRES(graph_lock());
 
   bool wanted_ = false, backwards_ = false;
   size_t longest_pass_ = 0;

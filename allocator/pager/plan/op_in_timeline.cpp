@@ -16,16 +16,17 @@ namespace memmgr::pager {
 
 namespace {
 
-NoDestructor<LoopSeeker> seeker;
+NoDestructor<LoopSeeker> seeker OF_GRAPH;
 
-Timeline begin_next(const Session& session, Period& p, bool noted) {
+Timeline begin_next(const Session& session, Period& p, bool noted) REQUIRES(graph_lock()) {
   Timeline ended = begin_next_locked(session, p, noted);
   use_order_locked(false);
   return ended;
 }
 
 // Returns the turn that ends before this op, or the ops that were noted before a loop was looked for.
-std::optional<LoopTurn> turn_locked(const Session& session, Period& p, const OpInfo* info, const Frame& frame) {
+std::optional<LoopTurn> turn_locked(const Session& session, Period& p, const OpInfo* info, const Frame& frame)
+    REQUIRES(graph_lock()) {
   if (makes_recipes() || p.noted.turn >= 0) return std::nullopt;
   auto how = LoopSeeker::Turn::kCut;
   if (p.loop)
@@ -87,7 +88,7 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
   if (at + 1 != p.noted.ops.size()) return;  // another thread's op came between, or the period has ended
   OpNote& note = p.noted.ops[at];
   // An uninitialized output needs no recipe.
-  const auto tell_recipe = [](TouchNote* t, const Cell* c) {
+  const auto tell_recipe = [](TouchNote* t, const Cell* c) REQUIRES(graph_lock()) {
     const Version* v = c->version;
     if (v && (v->recipe || v->uninitialized)) t->flags |= kTouchRecipe;
     if (v && v->recipe) t->bits = static_cast<uint32_t>(v->recipe->kind->bits_bytes.load());
@@ -159,6 +160,6 @@ void seek_loops(const Session& session, bool on) {
   if (on && session.counters.evictions.load() + session.counters.offloads.load() > 0) timeline_on = true;
 }
 
-static const ListensToCells forgets_beginnings({nullptr, [](Cell* c) { seeker->forget(c); }});
+static const ListensToCells forgets_beginnings({nullptr, [](Cell* c) REQUIRES(graph_lock()) { seeker->forget(c); }});
 
 }  // namespace memmgr::pager

@@ -26,14 +26,13 @@ struct Steady {
   uint64_t until = 0;                             // cells with this serial or a later one were made after the turn
 };
 
-// Guarded by the graph's lock.
 struct Periods {
   Period now;
   Steady steady;
   uint32_t timed = 0;  // periods that were timed since the budget opened
 };
 
-NoDestructor<Periods> periods;
+NoDestructor<Periods> periods OF_GRAPH;
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
   hash ^= value + 0x9E3779B97F4A7C15ull + (hash << 6) + (hash >> 2);
@@ -41,7 +40,7 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
 }
 
 // Returns the ordinal of a cell. A cell without one gets the next.
-uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
+uint32_t ordinal_locked(Period& p, Cell* c, bool* first) REQUIRES(graph_lock()) {
   *first = c->period != p.number;
   if (*first) {
     const bool known = c->period + 1 == p.number && c->ordinal < p.previous.size() && p.previous[c->ordinal] == c;
@@ -59,7 +58,7 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
 // microseconds (an H100's host: 0.9 each).
 constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
 
-void time_ops_locked(const Pool* pool, Period& p, bool noted) {
+void time_ops_locked(const Pool* pool, Period& p, bool noted) REQUIRES(graph_lock()) {
   mm_device* device = noted && pool ? pool->queue() : nullptr;
   const bool timed = device && (periods->timed++ < kTimedPeriods || p.number % kTimedAgain == 0);
   if (timed)
@@ -76,7 +75,7 @@ Period& period_locked() { return periods->now; }
 uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now) {
   OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
   if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
-  const uint64_t all = mm_arena_resident(session.arena), paged = resident_cell_bytes.load();
+  const uint64_t all = mm_arena_resident(session.arena), paged = totals.resident_cell_bytes.load();
   note.other = all - std::min(all, paged);
   note.module = current_module();
   p.noted.ops.push_back(note);
@@ -224,7 +223,7 @@ bool set_pace(Timeline* t, const std::vector<OpTimes>& times) {
   return device >= host;
 }
 
-NoDestructor<std::unordered_map<uint64_t, LeastTimes>> least_times;  // guarded by kDeviceTimes
+NoDestructor<std::unordered_map<uint64_t, LeastTimes>> least_times GUARDED_BY(lock_of(LockId::kDeviceTimes));
 
 }  // namespace
 
@@ -283,7 +282,7 @@ void take_device_times(Timeline* t) {
     for (const OpNote& op : t->ops) op.info->delay_nanoseconds = 0;
 }
 
-static void forget_in_timeline_locked(Cell* c) {
+static void forget_in_timeline_locked(Cell* c) REQUIRES(graph_lock()) {
   Period& p = period_locked();
   if (Steady& s = periods->steady; c->serial < s.until) {
     for (auto& [ordinal, cell] : s.cells)
@@ -299,7 +298,7 @@ static void forget_in_timeline_locked(Cell* c) {
   if (prior < p.previous.size() && p.previous[prior] == c) p.previous[prior] = nullptr;
 }
 
-static void note_death_locked(const Cell* c) {
+static void note_death_locked(const Cell* c) REQUIRES(graph_lock()) {
   Period& p = period_locked();
   if (c->period == p.number && timeline_on.load(std::memory_order_relaxed))
     p.noted.deaths.emplace_back(static_cast<uint32_t>(p.noted.ops.size()), c->ordinal);

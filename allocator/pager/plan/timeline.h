@@ -95,12 +95,12 @@ struct Timeline {
 extern std::atomic<bool> timeline_on;
 
 // Returns true if the version was the current one of the cell with that ordinal, in this period.
-bool was_ordinal_locked(const Version* v, uint32_t ordinal);
+bool was_ordinal_locked(const Version* v, uint32_t ordinal) REQUIRES(graph_lock());
 // Returns the cell of this period with that ordinal; null: it has ended.
-Cell* cell_of_ordinal_locked(uint32_t ordinal);
+Cell* cell_of_ordinal_locked(uint32_t ordinal) REQUIRES(graph_lock());
 // Returns the cell with that ordinal of the last period that had this hash. That is the period before, or the last turn
 // of a loop that equalled the turn before it. Null: the cell has ended, or there is no such period.
-Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
+Cell* cell_before_locked(uint32_t ordinal, uint64_t hash) REQUIRES(graph_lock());
 
 // Replaces the host's times by the device's if the device is the slower of both. Waits for the device if the period was
 // timed. An op gets the least time that a like op has taken so far, and the idle time before its first kernel is
@@ -123,14 +123,14 @@ struct Period {
   uint64_t trials_before = 0;
   uint64_t begun = 0;  // cells with this serial or a later one were made in the period
 };
-Period& period_locked();
+Period& period_locked() REQUIRES(graph_lock());
 // Gives the op the next position in the period, and returns it.
-uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now);
-void touch_locked(Period& p, Cell* c, bool written, bool made);
+uint32_t begin_op_locked(const Session& session, Period& p, OpInfo* info, uint64_t now) REQUIRES(graph_lock());
+void touch_locked(Period& p, Cell* c, bool written, bool made) REQUIRES(graph_lock());
 // Begins the next period. Returns the one that ends.
-Timeline begin_next_locked(const Session& session, Period& p, bool noted);
+Timeline begin_next_locked(const Session& session, Period& p, bool noted) REQUIRES(graph_lock());
 // A whole turn of a loop that equalled the one before has ended. Its cells are `p.previous`.
-void keep_steady_locked(const Timeline& turn, const Period& p);
-void forget_steady_locked();
+void keep_steady_locked(const Timeline& turn, const Period& p) REQUIRES(graph_lock());
+void forget_steady_locked() REQUIRES(graph_lock());
 
 }  // namespace memmgr::pager

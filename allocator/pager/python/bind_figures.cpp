@@ -96,7 +96,7 @@ std::optional<CellInfo> py_describe(Addressed o) {
 std::vector<CellInfo> py_cells() {
   std::vector<CellInfo> all;
   const Hold lock(graph_lock());
-  for_each_cell_locked([&](Cell* c) { all.emplace_back(c); });
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) { all.emplace_back(c); });
   return all;
 }
 
@@ -123,15 +123,15 @@ Figures py_stats() {
   d.put("untried_bytes", untried_bytes());
   d.put("reclaims", a.reclaims);
   d.put("remapped_bytes", a.remapped_bytes);
-  d.put("resident_cell_bytes", resident_cell_bytes.load());
-  d.put("escaped_bytes", escaped_bytes.load());
+  d.put("resident_cell_bytes", totals.resident_cell_bytes.load());
+  d.put("escaped_bytes", totals.escaped_bytes.load());
   d.put("mapped_bytes", mapped_bytes());
   const FixedBytes fixed = fixed_bytes();
   d.put("fixed_bytes.library", fixed.of[static_cast<size_t>(Owner::kLibrary)]);
   d.put("fixed_bytes.shared", fixed.of[static_cast<size_t>(Owner::kShared)]);
   d.put("fixed_bytes.mapped_file", fixed.of[static_cast<size_t>(Owner::kMappedFile)]);
-  d.put("absent_cells", static_cast<uint64_t>(absent_cells.load()));
-  d.put("recipe_bytes", recipe_bytes.load());
+  d.put("absent_cells", static_cast<uint64_t>(totals.absent_cells.load()));
+  d.put("recipe_bytes", totals.recipe_bytes.load());
   d.put("works_in_flight", works_in_flight());
 #define COUNTER(name) d.put(#name, the_session.counters.name.load());
   COUNTER(evictions)
@@ -182,8 +182,8 @@ Figures py_stats() {
   {
     const Hold lock(graph_lock());
     cells = count_cells_locked();
-    for (size_t purpose = 0; purpose < kPurposes; ++purpose) of[purpose].moved = moved_by_ended[purpose];
-    for_each_cell_locked([&](Cell* c) {
+    for (size_t purpose = 0; purpose < kPurposes; ++purpose) of[purpose].moved = totals.moved_by_ended[purpose];
+    for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
       pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
       if (!c->small && c->escape != Escape::kNone && c->purpose == Purpose::kOther) {
         exported.cells++;
@@ -261,7 +261,7 @@ void py_check_arena() {
 
 void py_miscount(int64_t bytes) {
   const Hold lock(graph_lock());
-  long_pinned_bytes += static_cast<uint64_t>(bytes);
+  totals.long_pinned_bytes += static_cast<uint64_t>(bytes);
 }
 
 }  // namespace

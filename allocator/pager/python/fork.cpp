@@ -47,6 +47,7 @@ void after_fork_in_child() {
   timeline_on = false;
   // The threads that had cells busy are not in the child. Bytes and residency change in one step under the lock: each
   // cell is either resident or absent.
+  const Hold lock(graph_lock());
   for_each_cell_locked([](Cell* c) { c->state.fetch_and(~kBusy); });
 }
 

@@ -118,7 +118,7 @@ std::optional<std::string> name_of(const OpInfo* info) {
   return name + "." + (overload.empty() ? "default" : overload);
 }
 
-const Recipe* maker_of(const Cell* c) { return c->version ? c->version->recipe : nullptr; }
+const Recipe* maker_of(const Cell* c) REQUIRES(graph_lock()) { return c->version ? c->version->recipe : nullptr; }
 
 // ---- the address space ----
 
@@ -184,7 +184,7 @@ WatchedCells py_watch_cells(uint32_t limit) {
   const uint64_t now = ticks();
   {
     const Hold lock(graph_lock());
-    for_each_cell_locked([&](Cell* c) {
+    for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
       if (c->small) return;
       const bool absent = c->state.load() & kAbsent, fixed = !absent && is_fixed(c);
       const Recipe* r = maker_of(c);
@@ -221,7 +221,7 @@ MemoryMap py_memory_map(uint32_t columns) {
     const auto* base = static_cast<const char*>(mm_arena_base(the_session.arena));
     {
       const Hold lock(graph_lock());
-      for_each_cell_locked([&](Cell* c) {
+      for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
         const void* p = block_of(c);
         if (c->small || !c->resident() || !p || !mm_arena_owns(the_session.arena, p)) return;
         const Stretch what = is_fixed(c)                         ? Stretch::kFixed
@@ -265,7 +265,7 @@ std::optional<StorageInfo> py_storage_info(Tensor o) {
 std::vector<ResidentCell> py_resident_cells() {
   std::vector<ResidentCell> found;
   const Hold lock(graph_lock());
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     if (!c->small && c->resident())
       found.push_back({reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()), c->nbytes});
   });

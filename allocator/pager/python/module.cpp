@@ -150,7 +150,7 @@ std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
   std::vector<std::pair<Cell*, WeakStorage>> weak;
   {
     const Hold lock(graph_lock());
-    for_each_cell_locked([&](Cell* c) {
+    for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
       if (c->storage._unsafe_get_target()) weak.emplace_back(c, c->storage);
     });
   }

@@ -74,7 +74,7 @@ uint64_t bytes_of(const Recipe& r) {
   return bytes;
 }
 
-bool stands_for_locked(const Options& options, const Family& family, uint64_t bytes) {
+bool stands_for_locked(const Options& options, const Family& family, uint64_t bytes) REQUIRES(kinds->lock) {
   const OpInfo* info = family.kind.info;
   // The order depends on values, not on sizes alone.
   if (info->adds_in_any_order && info->in_order_unless < 0) return false;
@@ -95,10 +95,9 @@ Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const
   // A family's entry that is no longer trusted is looked up again.
   const auto holds = [&](const Kind* k) { return !k->of_family || (k->trusted() && !options.verify); };
   if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
-  Kinds& known = *kinds;
-  const Hold lock(known.lock);
-  const auto found = known.all.find(hash);
-  if (found != known.all.end()) {
+  const Hold lock(kinds->lock);
+  const auto found = kinds->all.find(hash);
+  if (found != kinds->all.end()) {
     e = {hash, found->second};
     return e.kind;
   }
@@ -106,7 +105,7 @@ Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const
     kind->info = recipe.info;
     kind->kernel = kernel;
   };
-  Family*& family = known.families[family_hash(recipe, code)];
+  Family*& family = kinds->families[family_hash(recipe, code)];
   if (!family) {
     family = new Family;
     begin(&family->kind);
@@ -119,7 +118,7 @@ Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const
     e = {hash, &family->kind};
     return e.kind;
   }
-  Kind* kind = known.all[hash] = new Kind;
+  Kind* kind = kinds->all[hash] = new Kind;
   begin(kind);
   kind->family = family;
   kind->read_bytes = bytes;

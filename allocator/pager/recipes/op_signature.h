@@ -112,7 +112,7 @@ Kind* kind_of(const Options& options, uint64_t hash, const Recipe& recipe, const
 void end_trial(Session& session, Kind* kind, bool same);
 // Returns the entries of families that the recipe and its chain rely on. If its result does not match its checksum they
 // are trusted no longer: from then on each of their signatures is checked.
-std::vector<Kind*> families_of_locked(const Recipe* recipe);
+std::vector<Kind*> families_of_locked(const Recipe* recipe) REQUIRES(graph_lock());
 // Returns the seconds that a run is expected to take, from its family's seconds for each byte.
 double seconds_by_family(const Recipe& recipe);
 // Records the seconds of one run. A run in less than half the known time counts at once; other runs move it by 5 %.

@@ -199,7 +199,7 @@ static bool describe_arguments(Describer* d, const OpInfo* info, const c10::IVal
 }
 
 // Returns true if the recipe can have the version as an input, or as memory that its op writes.
-static bool may_take_locked(const Recipe* r, const TensorArg& a, const Cell* c) {
+static bool may_take_locked(const Recipe* r, const TensorArg& a, const Cell* c) REQUIRES(graph_lock()) {
   const Version* v = c->version;
   if (a.role == ArgumentRole::kFresh) return is_blank(c) && c->escape == Escape::kNone;
   // Bytes that foreign code can write to unseen, or that are uninitialized, do not determine the op's result.
@@ -212,7 +212,7 @@ static bool may_take_locked(const Recipe* r, const TensorArg& a, const Cell* c) 
 
 // Gives the recipe its inputs' versions, with a reference to each. False: one of them does not determine the result,
 // and the recipe has no references.
-static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& cells) {
+static bool take_versions_locked(Recipe* r, const c10::SmallVectorImpl<Cell*>& cells) REQUIRES(graph_lock()) {
   uint16_t depth = 0;
   bool ok = true;
   for (size_t i = 0; i < r->tensors.size() && ok; ++i) {
@@ -251,7 +251,7 @@ std::unique_ptr<Recipe> with_inputs(Session& session, std::unique_ptr<Recipe> r,
   if (!take_versions_locked(r.get(), cells)) return nullptr;
   r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
              r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
-  recipe_bytes += r->bytes;
+  totals.recipe_bytes += r->bytes;
   session.counters.recorded_ops += 1;
   return r;
 }
@@ -285,7 +285,7 @@ void discard(std::unique_ptr<Recipe> recipe) {
   const Hold lock(graph_lock());
   for (const TensorArg& a : recipe->tensors)
     if (a.version) release_version_locked(a.version, &trash);
-  recipe_bytes -= recipe->bytes;
+  totals.recipe_bytes -= recipe->bytes;
   recipe.reset();
 }
 
@@ -311,7 +311,7 @@ void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outpu
 }
 
 void keep_recipes_few(Session& session) {
-  const uint64_t bytes = recipe_bytes.load();
+  const uint64_t bytes = totals.recipe_bytes.load();
   if (C10_LIKELY(bytes <= kLeastRecipeBytes)) return;
   if (C10_UNLIKELY(bytes > recipe_bytes_limit(session))) cut_recipes(session, false);
 }
@@ -320,7 +320,7 @@ void cut_recipes(Session& session, bool all) {
   Trash trash;
   const Hold lock(graph_lock());
   std::vector<std::pair<uint64_t, Version*>> found;
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     Version* v = c->version;
     if (v && v->recipe && v->needed == 0 && !v->evicted) found.emplace_back(c->last_touch.load(), v);
   });

@@ -39,7 +39,8 @@ std::unique_ptr<Recipe> with_inputs(Session& session, std::unique_ptr<Recipe> r,
                                     const c10::SmallVectorImpl<Cell*>& cells);
 
 // Makes it the recipe of these versions.
-void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs, Trash* trash);
+void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs, Trash* trash)
+    REQUIRES(graph_lock());
 // Called after attaching. Cuts the oldest recipes if all of them take more bytes than they may (rule 5). Takes the
 // lock.
 void keep_recipes_few(Session& session);
@@ -48,7 +49,7 @@ void keep_recipes_few(Session& session);
 void cut_recipes(Session& session, bool all);
 
 // Returns the seconds to make the version's bytes, with those of absent inputs. Looks at a bounded number of recipes.
-double seconds_to_make_locked(const Version* v);
+double seconds_to_make_locked(const Version* v) REQUIRES(graph_lock());
 // Returns true for an ordinary strided tensor with memory of its own.
 bool is_plain(const Session& session, const c10::TensorImpl* t);
 

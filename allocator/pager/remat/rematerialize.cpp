@@ -36,21 +36,21 @@ struct Kept {
 };
 
 // Kept intermediates: ghosts whose bytes are kept after the rematerialization that made them, for other cells of its
-// group or of later ones. Guarded by the graph's lock.
-NoDestructor<std::vector<Kept>> kept_ghosts;
+// group or of later ones.
+NoDestructor<std::vector<Kept>> kept_ghosts OF_GRAPH;
 
 thread_local RematGroup* tl_group = nullptr;  // the group that this thread runs
 
-bool is_read_later_locked(const Version* v) {
+bool is_read_later_locked(const Version* v) REQUIRES(graph_lock()) {
   if (!tl_group) return false;
   // The plan may keep a ghost that no cell needs yet: a cell that is made of it is evicted later, and made again then.
   return (v->needed > 0 && tl_group->reads_later_locked(v)) || tl_group->may_keep_locked(v);
 }
 
-bool worth_keeping_locked(const Version* v) { return v->temporary && is_read_later_locked(v); }
+bool worth_keeping_locked(const Version* v) REQUIRES(graph_lock()) { return v->temporary && is_read_later_locked(v); }
 
 template <class Which>
-uint64_t end_kept_locked(Trash* trash, Which&& which) {
+uint64_t end_kept_locked(Trash* trash, Which&& which) REQUIRES(graph_lock()) {
   uint64_t bytes = 0;
   auto& all = *kept_ghosts;
   for (size_t i = all.size(); i-- > 0;) {
@@ -89,7 +89,8 @@ struct RunOrder {
 };
 
 // Depth first, without recursion: chains may be long.
-void make_order_locked(Version* target, RunOrder* plan, std::unordered_set<const Recipe*>* seen) {
+void make_order_locked(Version* target, RunOrder* plan, std::unordered_set<const Recipe*>* seen)
+    REQUIRES(graph_lock()) {
   struct At {
     Recipe* recipe;
     size_t next;
@@ -128,7 +129,7 @@ class Input {
     if (pinned_) unpin(pinned_);
     if (storage_) drop(std::move(storage_));
   }
-  bool has_still_locked(const Version* v) const { return aside_.get() || v->cell == pinned_; }
+  bool has_still_locked(const Version* v) const REQUIRES(graph_lock()) { return aside_.get() || v->cell == pinned_; }
   // Pins the input and restores it. False: the plan is out of date, since the bytes have ended or were evicted. An
   // evicted input would be made while the op's other inputs are pinned, which takes more room than the op needs. The
   // next plan makes it first, and the tier keeps its bytes until the op runs. Where the tier has no room the input
@@ -303,11 +304,11 @@ bool run_one(Pool& pool, const Recipe* r, const Version* target, RunOrder* plan,
   std::vector<StoragePtr> made;
   if (!run_on_inputs(pool, r, *plan, &made)) return false;
   end_loans(r, plan);
-  for (size_t i = 0; i < r->outputs.size() && i < made.size(); ++i) {
+  for (size_t i = 0; i < made.size(); ++i) {
     Version* v;
     {
       const Hold lock(graph_lock());
-      v = r->outputs[i];
+      v = i < r->outputs.size() ? r->outputs[i] : nullptr;
       if (v) v->refs++;
     }
     const CountedVersion counted(v);
@@ -389,7 +390,9 @@ void RematGroup::end_read() {
     k.until = row != keep_.end() ? row->read : 0;
     if (row != keep_.end()) keep_.erase(row);
   }
-  end_kept_locked(&trash, [&](const Kept& k) { return k.until <= position_ && !reads_later_locked(k.version); });
+  end_kept_locked(&trash, [&](const Kept& k) REQUIRES(graph_lock()) {
+    return k.until <= position_ && !reads_later_locked(k.version);
+  });
 }
 
 RematGroup::~RematGroup() {

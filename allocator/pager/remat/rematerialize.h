@@ -40,9 +40,9 @@ class RematGroup {
   RematGroup(const RematGroup&) = delete;
   RematGroup& operator=(const RematGroup&) = delete;
 
-  bool reads_later_locked(const Version* v) const;
-  bool may_keep_locked(const Version* v);
-  void has_run_locked(const Recipe* r);
+  bool reads_later_locked(const Version* v) const REQUIRES(graph_lock());
+  bool may_keep_locked(const Version* v) REQUIRES(graph_lock());
+  void has_run_locked(const Recipe* r) REQUIRES(graph_lock());
   // Called after one of its cells was restored. Frees the ghosts that no other cell of the group reads, except those
   // that are kept for later groups.
   void end_read();

@@ -101,10 +101,10 @@ class Eviction {
   uint64_t run() {
     bool last;
     {
-      Hold lock(graph_lock());
-      const bool leaves = find_storage_locked() && choose_locked() && pack(&lock) && take_sum(&lock) &&
-                          choose_again_locked() && write_copy(&lock) && take_sum_for_recipe(&lock);
-      if (leaves) publish_absent(&lock);
+      const Hold lock(graph_lock());
+      const bool leaves = find_storage_locked() && choose_locked() && pack_locked() && take_sum_locked() &&
+                          choose_again_locked() && write_copy_locked() && take_sum_for_recipe_locked();
+      if (leaves) publish_absent_locked();
       last = end_move_locked(c_, leaves);
     }
     trash_.end();
@@ -117,14 +117,14 @@ class Eviction {
 
  private:
   // An orphan has none.
-  bool find_storage_locked() {
+  bool find_storage_locked() REQUIRES(graph_lock()) {
     if (!c_->storage._unsafe_get_target()) return true;
     storage_ = hold(c_);
     return storage_ && cell_of(storage_.get()) == c_;
   }
 
   // Drops the bytes, which a recipe makes again, or keeps a copy: as asked for, else the cheaper of both.
-  bool choose_locked() {
+  bool choose_locked() REQUIRES(graph_lock()) {
     if (cost_of_eviction_locked(c_, &drop_) < 0) return false;
     if (way_ != Way::kCheaper && may_be_dropped_locked(c_))
       drop_ = way_ == Way::kEvict || !(c_->slot >= 0 || session_.may_offload());
@@ -132,14 +132,14 @@ class Eviction {
   }
 
   // Packs bytes of two values into bits.
-  bool pack(Hold* lock) {
+  bool pack_locked() REQUIRES(graph_lock()) {
     // In torture mode every other cell is packed, so that recipes are run, too.
     static std::atomic<int> turn{0};
     if (!may_be_packed_locked(c_) || (session_.options.torture && turn++ % 2)) return true;
     const void* from = c_->bytes.get();
     Kind* const kind = c_->version->recipe->kind;
     {
-      const Unlocked free(lock);
+      const Unlocked free(graph_lock());
       packed_ = mm_bits_pack(from, c_->nbytes, &bits_);
     }
     if (packed_ && is_wanted_again()) {
@@ -156,9 +156,11 @@ class Eviction {
   }
 
   // The checksum is taken before the bytes are written: a device would otherwise wait for that copy before it goes on.
-  bool take_sum(Hold* lock) { return !(session_.options.verify || in_the_sample(pool_, c_->nbytes)) || sum_up(lock); }
+  bool take_sum_locked() REQUIRES(graph_lock()) {
+    return !(session_.options.verify || in_the_sample(pool_, c_->nbytes)) || sum_up_locked();
+  }
 
-  bool choose_again_locked() {
+  bool choose_again_locked() REQUIRES(graph_lock()) {
     if (packed_) return true;
     if (drop_ && !may_be_dropped_locked(c_)) drop_ = false;  // its recipe ended while the lock was free
     // The cell has more than two values, unlike others of its signature.
@@ -167,9 +169,9 @@ class Eviction {
   }
 
   // Writes the bytes to the tier, unless a copy is there.
-  bool write_copy(Hold* lock) {
+  bool write_copy_locked() REQUIRES(graph_lock()) {
     if (drop_ || packed_) return true;
-    await_write(c_, lock);
+    await_write(c_);
     if (c_->slot >= 0) {
       session_.counters.clean_drops++;
       return true;
@@ -181,7 +183,7 @@ class Eviction {
     };
     mm_slot slot;
     {
-      const Unlocked free(lock);
+      const Unlocked free(graph_lock());
       slot = write();
       if (slot == -ENOSPC && drop_clean_copies()) slot = write();
     }
@@ -196,12 +198,12 @@ class Eviction {
     return !is_wanted_again();  // then it stays resident, and clean
   }
 
-  bool take_sum_for_recipe(Hold* lock) {
+  bool take_sum_for_recipe_locked() REQUIRES(graph_lock()) {
     if (!drop_ || !c_->version->recipe->checked || sum_.taken()) return true;
-    return sum_up(lock) && sum_.taken() && may_be_dropped_locked(c_);
+    return sum_up_locked() && sum_.taken() && may_be_dropped_locked(c_);
   }
 
-  void publish_absent(Hold* lock) {
+  void publish_absent_locked() REQUIRES(graph_lock()) {
     c_->checksum = std::move(sum_);
     c_->evicted_for = cause_;
     c_->evicted_in_pass = passes_ended.load(std::memory_order_relaxed);
@@ -223,14 +225,14 @@ class Eviction {
     if (pages) note_sample_locked(c_);
     bytes_ = become_absent_locked(c_, storage_.get());
     if (pages) {
-      const Unlocked free(lock);
+      const Unlocked free(graph_lock());
       drop_pages(*c_->range);
     }
     if (packed_) {  // the bits are counted once there is room for them; the cell is busy until then
       c_->state.fetch_or(kAbsent);
       const Promised promised(pool_->arena, packed_);
       {
-        const Unlocked free(lock);
+        const Unlocked free(graph_lock());
         end_bytes();
       }
       count_bits_locked(c_, packed_);
@@ -239,9 +241,9 @@ class Eviction {
   }
 
   // False: the device fails, and the cell stays. The program's next allocation or copy tells it.
-  bool sum_up(Hold* lock) {
+  bool sum_up_locked() REQUIRES(graph_lock()) {
     const void* from = c_->bytes.get();
-    const Unlocked free(lock);
+    const Unlocked free(graph_lock());
     try {
       sum_ = pool_->begin_sum(from, c_->nbytes);
     } catch (const c10::Error&) {
@@ -299,7 +301,7 @@ uint64_t give_up_bits(uint64_t want) {
     Trash trash;
     const Hold lock(graph_lock());
     if (is_frozen_locked()) return 0;
-    for_each_cell_locked([&](Cell* c) {
+    for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
       uint32_t unpinned = kAbsent;
       if (released >= want || c->absence != Absence::kPacked || !c->bits_bytes || !may_be_dropped_locked(c)) return;
       if (c->version->recipe->checked && !c->checksum.taken()) return;

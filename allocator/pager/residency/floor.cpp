@@ -19,9 +19,10 @@ void note_floor(uint64_t bytes) {
 
 uint64_t bytes_that_stay(const Session& session) {
   const uint64_t all = mm_arena_resident(session.arena);
-  const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                    // mostly outputs
-  const uint64_t roots = session.may_offload() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
-  return all - std::min(all, elsewhere) + escaped_bytes.load() + long_pinned_bytes.load() + roots;
+  const uint64_t elsewhere = totals.resident_cell_bytes.load() + scratch_now();  // mostly outputs
+  const uint64_t roots =
+      session.may_offload() ? totals.newborn_bytes.load() : totals.root_bytes.load();  // newborns are roots
+  return all - std::min(all, elsewhere) + totals.escaped_bytes.load() + totals.long_pinned_bytes.load() + roots;
 }
 
 void note_working_set(const Session& session, uint64_t pinned_bytes, Share at_once) {

@@ -108,7 +108,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
 static uint64_t evictable_bytes() {
   uint64_t bytes = 0;
   const Hold lock(graph_lock());
-  for_each_cell_locked([&](const Cell* c) {
+  for_each_cell_locked([&](const Cell* c) REQUIRES(graph_lock()) {
     bool drop;
     if (!c->small && c->state.load() == 0 && cost_of_eviction_locked(c, &drop) >= 0) bytes += c->nbytes;
   });

@@ -57,7 +57,8 @@ bool begin_restore(Cell* c) {
       {
         WithoutGil released;
         lock.lock();
-        residency_changed().wait(lock, [&] { return !(c->state.load() & kBusy) || c->reading; });
+        residency_changed().wait(lock,
+                                 [&]() REQUIRES(graph_lock()) { return !(c->state.load() & kBusy) || c->reading; });
         lock.unlock();
       }
       lock.lock();

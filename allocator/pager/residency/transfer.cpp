@@ -33,16 +33,15 @@ struct Read {
   at::DataPtr bytes;
 };
 
-// Guarded by the graph's lock.
 struct Transfers {
   std::vector<Read> reads;
   const mm_tier* polled = nullptr;  // the tier whose copies were polled last, when it had counted `ended`
   uint64_t ended = 0;
 };
 
-NoDestructor<Transfers> transfers;
+NoDestructor<Transfers> transfers OF_GRAPH;
 
-void end_write_locked(Cell* c, int result, Trash* trash) {
+void end_write_locked(Cell* c, int result, Trash* trash) REQUIRES(graph_lock()) {
   const mm_slot slot = c->writing;
   forget_write_locked(c);
   if (result < 0) {
@@ -73,7 +72,7 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
   {
     Trash trash;
     const Hold lock(graph_lock());
-    resident_cell_bytes -= r.cell->nbytes;
+    totals.resident_cell_bytes -= r.cell->nbytes;
     mm_arena_note_virtual(r.cell->pool->arena, static_cast<int64_t>(r.cell->nbytes));
     if (good) note_moved_locked(r.cell, false);
     if (good || waited_ns)
@@ -101,18 +100,18 @@ bool begin_write_locked(Cell* c) {
   return end_move_locked(c, false);
 }
 
-void await_write(Cell* c, Hold* lock) {
+void await_write(Cell* c) {
   const mm_slot slot = c->writing;
   if (slot < 0) return;
   int result = 1;  // on a device the copy is queued, and the next user of the memory is queued after it
   if (c->pool->on_host()) {
-    const Unlocked free(lock);
+    const Unlocked free(graph_lock());
     result = mm_tier_wait(c->pool->session.tier, slot);
   }
   Trash trash;
   if (c->writing == slot) end_write_locked(c, result, &trash);
   if (trash.slots.empty()) return;
-  const Unlocked free(lock);
+  const Unlocked free(graph_lock());
   trash.end();
 }
 
@@ -146,7 +145,7 @@ bool begin_read(Cell* c) {
   transfers->reads.push_back(std::move(r));
   c->reading = true;
   copies_under_way++;
-  resident_cell_bytes += c->nbytes;
+  totals.resident_cell_bytes += c->nbytes;
   mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   session.counters.reads_ahead++;
   residency_changed().notify_all();  // a thread that waits for the cell may help
@@ -229,7 +228,7 @@ bool finish_any_read() {
 bool drop_clean_copies() {
   Trash trash;
   const Hold lock(graph_lock());
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     if (c->state.load() & (kBusy | kAbsent)) return;
     cancel_write_locked(c, &trash);
     if (has_file_copy(c)) return;

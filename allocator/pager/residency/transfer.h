@@ -9,10 +9,10 @@ namespace memmgr::pager {
 
 // Begins to write a resident cell without pins, ahead of need. The cell is clean once the write has ended. A write to
 // the cell, or its end, cancels it. True: the caller calls last_user_is_gone() once the lock is free.
-bool begin_write_locked(Cell* c);
+bool begin_write_locked(Cell* c) REQUIRES(graph_lock());
 // Waits until a write that was begun has ended. The cell is then clean if the write succeeded. The caller has the cell
 // busy and holds `lock`, which is released during the wait.
-void await_write(Cell* c, Hold* lock);
+void await_write(Cell* c) REQUIRES(graph_lock());
 
 // Begins to read an offloaded cell if there is room without an eviction. True: the read has begun, or there is nothing
 // to read. False: there is no room, or prefetches are off. No lock is held.

@@ -26,7 +26,6 @@ NextTouch next_touch;
 
 namespace {
 
-// Under the graph's lock.
 struct Victims {
   struct Queued {
     Victim victim;  // no cell: it has ended
@@ -37,7 +36,7 @@ struct Victims {
   uint64_t asked_at = 0;      // ticks at which the policy was given the candidates
 };
 
-NoDestructor<Victims> victims;
+NoDestructor<Victims> victims OF_GRAPH;
 
 // Records that an order is wanted, for wait_for_pressure().
 struct Pressure {
@@ -69,7 +68,7 @@ double io_seconds(const Cell* c) {
 
 constexpr double kSumSecondsPerByte = 1.5e-10;  // on one processor; a device's bytes are copied for it
 
-void clear_locked() {
+void clear_locked() REQUIRES(graph_lock()) {
   Victims& all = *victims;
   for (const auto& q : all.queue)
     if (q.victim.cell) q.victim.cell->queued_at = -1;
@@ -77,7 +76,7 @@ void clear_locked() {
   all.ranked = 0;
 }
 
-void push_locked(Cell* c, Way way, uint64_t touched) {
+void push_locked(Cell* c, Way way, uint64_t touched) REQUIRES(graph_lock()) {
   Victims& all = *victims;
   c->queued_at = static_cast<int32_t>(all.queue.size());
   all.queue.push_back({{c, way}, touched});
@@ -101,7 +100,7 @@ bool may_be_packed_locked(const Cell* c) {
 
 // Rematerialization needs room for the recipe's inputs and outputs at the time of the restore. Bytes that cannot be
 // evicted may have grown by then: a pipeline's sends are in flight until its step ends.
-static bool has_room_again_locked(const Cell* c) {
+static bool has_room_again_locked(const Cell* c) REQUIRES(graph_lock()) {
   const Session& session = c->pool->session;
   const uint64_t limit = mm_arena_budget(session.arena);
   uint64_t bytes = bytes_that_stay(session) + limit / 8;
@@ -134,7 +133,7 @@ bool refill_victims_locked(const Session& session) {
     Cell* cell;
   };
   std::vector<Found> found;
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
     bool drop;
     const double cost = cost_of_eviction_locked(c, &drop);
@@ -172,7 +171,7 @@ std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need,
   constexpr int kRounds = 8;  // other threads may have pinned all victims since: the search then runs again
   if (is_frozen_locked()) return {};
   std::vector<mm_price> prices;
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     if (c->small || c->state.load(std::memory_order_relaxed) != 0 || !mm_arena_owns(session.arena, block_of(c))) return;
     bool drop;
     prices.push_back({block_of(c), c, cost_of_eviction_locked(c, &drop),
@@ -203,7 +202,7 @@ std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need,
   return {};
 }
 
-static void forget_cell_locked(Cell* c) {
+static void forget_cell_locked(Cell* c) REQUIRES(graph_lock()) {
   if (c->queued_at >= 0) victims->queue[static_cast<size_t>(c->queued_at)].victim.cell = nullptr;
   c->queued_at = -1;
   const Session& session = c->pool->session;
@@ -217,7 +216,7 @@ std::vector<Candidate> candidates() {
   std::vector<std::pair<uint64_t, Candidate>> found;
   const Hold lock(graph_lock());
   const uint64_t now = victims->asked_at = ticks();
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
     bool drop;
     if (cost_of_eviction_locked(c, &drop) < 0) return;
@@ -239,7 +238,7 @@ std::vector<Candidate> candidates() {
 void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked) {
   const Hold lock(graph_lock());
   std::unordered_map<uint64_t, Cell*> cells;
-  for_each_cell_locked([&](Cell* c) {
+  for_each_cell_locked([&](Cell* c) REQUIRES(graph_lock()) {
     if (!c->small) cells.emplace(c->serial, c);
   });
   clear_locked();

@@ -10,23 +10,24 @@
 
 namespace memmgr::pager {
 
-bool may_be_dropped_locked(const Cell* c);
+bool may_be_dropped_locked(const Cell* c) REQUIRES(graph_lock());
 // Returns true if the cell may be packed: its signature has had two values only so far, and packing takes less time
 // than rematerialization.
-bool may_be_packed_locked(const Cell* c);
+bool may_be_packed_locked(const Cell* c) REQUIRES(graph_lock());
 // Returns the seconds that a restore would cost; negative: the cell cannot be evicted. `drop`: the cost is
 // rematerialization's.
-double cost_of_eviction_locked(const Cell* c, bool* drop);
+double cost_of_eviction_locked(const Cell* c, bool* drop) REQUIRES(graph_lock());
 
 struct Victim {
   Cell* cell = nullptr;
   Way way = Way::kCheaper;
 };
 // Returns the next victim, claimed (kBusy); without a cell if the queue is empty.
-Victim next_victim_locked(const Session& session);
+Victim next_victim_locked(const Session& session) REQUIRES(graph_lock());
 // Returns victims, claimed, that give a request a run of addresses, too, as `Options::search` requires (Coop, section
 // 4; the core's window.h). Empty: no choice achieves that.
-std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need, uint64_t request);
+std::vector<Victim> choose_victims_locked(const Session& session, uint64_t need, uint64_t request)
+    REQUIRES(graph_lock());
 // When cells are touched next, as foretold by a higher layer. Set once, before the first budget.
 struct NextTouch {
   uint64_t (*ticks_until_locked)(const Cell* c) = nullptr;  // 0: not known
@@ -36,7 +37,7 @@ struct NextTouch {
 extern NextTouch next_touch;
 
 // Queues all cells that can be evicted now in malloc's own order. False: there are none.
-bool refill_victims_locked(const Session& session);
+bool refill_victims_locked(const Session& session) REQUIRES(graph_lock());
 // ---- for a policy, on a thread of its own (memmgr/runtime/ranking.py) ----
 
 struct Candidate {

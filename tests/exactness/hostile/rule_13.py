@@ -26,9 +26,7 @@ def backward_after_leaving(seed: int, scope: Scope) -> Record:
     gc.collect()
     (other + model(torch.randn(64, 32)).mean()).backward()
     record.losses(other)
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 @whole
@@ -45,9 +43,7 @@ def graph_freed_after_leaving(seed: int, scope: Scope) -> Record:
     del graph
     gc.collect()
     model(torch.randn(128, 32)).square().mean().backward()
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 @whole
@@ -62,9 +58,7 @@ def forward_before_entering(seed: int, scope: Scope) -> Record:
             (model(half.detach()).square().mean()).backward()
         model(half).mean().backward()  # a graph of which half was recorded
     del half
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 @whole
@@ -81,10 +75,7 @@ def sparse_gradients_accumulated(seed: int, scope: Scope) -> Record:
                 del loss
             opt.step()
             opt.zero_grad(set_to_none=False)
-    record.model(table)
-    record.optimizer(opt)
-    record.rng()
-    return record
+    return record.ended(table, opt)
 
 
 @whole
@@ -106,9 +97,7 @@ def exception_leaves_the_context(seed: int, scope: Scope) -> Record:
         model(torch.randn(128, 32)).square().mean().backward()
         h.square().mean().backward() if where == "forward" else None
     del h
-    record.model(model)
-    record.rng()
-    return record
+    return record.ended(model)
 
 
 def passes(scope: Scope, w: nn.Parameter, count: int, loss_of: Callable[[], torch.Tensor]) -> Record:

@@ -7,6 +7,9 @@
 
 namespace memmgr::pager {
 
-extern SumUnderLock resident_cell_bytes;
+struct Totals {
+  SumUnderLock resident_cell_bytes;
+};
+extern Totals totals;
 
 }  // namespace memmgr::pager
