@@ -144,11 +144,8 @@ check-units: setup ## compile every file of the pager alone
 	@for unit in $(UNITS); do echo $$unit; g++ -std=c++20 -DNDEBUG -fsyntax-only -Wall -Wextra -Wno-unused-parameter \
 	  -Wno-missing-field-initializers -Iallocator/include -Iallocator/pager $$(cat build/unit-flags) $$unit || exit 1; done
 
-# A fast check of the whole pager by another compiler, too: it takes half a minute.
 check-locks: setup ## clang compares what is GUARDED_BY a lock with the locks that are held
-	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print(*(f"-isystem {Path(torch.__file__).parent / x}" for x in ("include", "include/torch/csrc/api/include")), \
-	  "-isystem", sysconfig.get_paths()["include"])' > build/unit-flags
-	clang++ -std=c++20 -DNDEBUG -fsyntax-only -Wno-everything -Wthread-safety -Werror -Iallocator/include -Iallocator/pager $$(cat build/unit-flags) allocator/pager/pager.cpp
+	$(PY) tools/house/check_locks.py
 
 locks: setup ## the table of locks in docs/develop/architecture.md
 	$(PY) tools/house/lock_table.py
@@ -164,12 +161,13 @@ compatibility: setup ## a small training with each framework, into docs/compatib
 	$(PY) tests/foreign/compatibility.py
 
 # mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
-lint: setup ## ruff, clang-format, the words of comments, the length of functions, mypy --strict
+lint: setup ## ruff, clang-format, the words of comments, the length of functions, guarded state, mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	$(PY) tools/house/check_words.py
 	$(PY) tools/house/check_functions.py
+	$(PY) tools/house/check_locks.py
 	@rm -rf build/typed && mkdir -p build/typed/memmgr
 	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/|| exit 1; done
 	@ln -s ../../../policies ../../../tools build/typed/memmgr/

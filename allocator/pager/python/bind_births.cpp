@@ -68,7 +68,7 @@ LivingCell row_of(const Born& born, uint64_t storage, bool absent) {
 }
 
 // A cell that is made again has the module of its recipe, which may be known later than its birth.
-Birth birth_of(const Cell* c) {
+Birth birth_of(const Cell* c) REQUIRES(graph_lock()) {
   Birth b = c->birth;
   const Recipe* r = c->version ? c->version->recipe : nullptr;
   if (b.module == 0 && r) b.module = r->module;
@@ -79,7 +79,7 @@ Birth birth_of(const Cell* c) {
 std::vector<LivingCell> py_living() {
   std::vector<LivingCell> rows;
   const Hold lock(graph_lock());
-  for_each_cell_locked([&](const Cell* c) {
+  for_each_cell_locked([&](const Cell* c) REQUIRES(graph_lock()) {
     if (c->small) return;
     rows.push_back(row_of({c->serial, c->nbytes, birth_of(c), c->purpose},
                           reinterpret_cast<uintptr_t>(c->storage._unsafe_get_target()),
@@ -106,7 +106,7 @@ std::vector<Survivors> py_survivors(size_t mark) {
   {
     const Hold lock(graph_lock());
     const uint32_t now = passes_ended.load();
-    for_each_cell_locked([&](const Cell* c) {
+    for_each_cell_locked([&](const Cell* c) REQUIRES(graph_lock()) {
       if (c->small || c->birth.pass + 2 > now || !c->storage._unsafe_get_target()) return;
       if (c->purpose == Purpose::kParameter || c->purpose == Purpose::kOptimizerState) return;
       const Birth b = birth_of(c);
