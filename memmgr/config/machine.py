@@ -20,6 +20,11 @@ def group_bytes() -> int | None:
     return min((limit for limit, _ in _groups()), default=None)
 
 
+def group_free_bytes() -> int | None:
+    """The least free memory of the control groups that this process is in; None: none has a limit."""
+    return min((free for _, free in _groups()), default=None)
+
+
 def _groups() -> list[tuple[int, int]]:
     """Limit and free memory of the control groups that this process is in, without those that have no limit. Page cache
     that the kernel would take back counts as free.
@@ -67,7 +72,8 @@ def memory_bytes() -> int:
 
 def free_bytes() -> int:
     """The memory that this process could take in addition to its own without swapping."""
-    return min([int(psutil.virtual_memory().available), *(free for _, free in _groups())])
+    free, left = int(psutil.virtual_memory().available), group_free_bytes()
+    return free if left is None else min(free, left)
 
 
 def lost_seconds() -> float:

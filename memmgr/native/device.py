@@ -11,10 +11,11 @@ import os
 import psutil
 import torch
 
+from memmgr.common.say import warn
 from memmgr.config.conf import ALLOCATORS, local_ranks, no_device
 from memmgr.config.machine import free_bytes as machine_free_bytes
-from memmgr.config.machine import memory_bytes
-from memmgr.config.sizes import UNLIMITED
+from memmgr.config.machine import group_free_bytes, memory_bytes
+from memmgr.config.sizes import UNLIMITED, show_size
 
 from . import cuda
 
@@ -132,6 +133,21 @@ def host_bytes(device: torch.device, limit_bytes: int) -> int:
     if limit_bytes < UNLIMITED:
         return min(free, HOST_TIER_BUDGETS * limit_bytes)
     return min(free, total_bytes(device) or free)
+
+
+def host_bytes_in_group(asked: int) -> int:
+    """The size of host memory that was asked for, less where a container or a job has less left: its control group would
+    end the process, and no call would fail.
+    """
+    free = group_free_bytes()
+    if free is None or asked <= free // local_ranks():
+        return asked
+    left = free // local_ranks()
+    warn(
+        f"host: {show_size(asked)} is more than the {show_size(left)} that this container or job has left for it, and its "
+        f"control group would end the process: {show_size(left)} are used"
+    )
+    return left
 
 
 def out_of_memory_words(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED, show_size
 from memmgr.distributed.job import Job
 from memmgr.native import binding as native
-from memmgr.native.device import DRIVER_VARIABLE, host_bytes, shares_host_memory
+from memmgr.native.device import DRIVER_VARIABLE, host_bytes, host_bytes_in_group, shares_host_memory
 from memmgr.observe import slowness
 from memmgr.observe.explainer import Explainer
 from memmgr.observe.holdings import Explanation, HolderTables
@@ -226,7 +226,10 @@ class PagerRuntime:
             return None
         if config.device.type == "cpu":
             return config.disk_bytes if config.folder is not None else None
-        size = host_bytes(config.device, config.limit_bytes) if config.host_bytes is None else config.host_bytes
+        if config.host_bytes is None:
+            size = host_bytes(config.device, config.limit_bytes)
+        else:
+            size = host_bytes_in_group(config.host_bytes)
         if size and shares_host_memory(config.device):
             if config.host_bytes and config.folder is None:
                 raise ValueError(

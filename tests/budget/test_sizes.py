@@ -385,6 +385,13 @@ def test_host_memory_of_a_container_is_what_its_group_leaves(monkeypatch: pytest
     monkeypatch.setattr(machine, "_groups", lambda: [(10 * GIB, 2 * GIB)])
     assert devices.host_bytes(torch.device("cpu"), 100 * GIB) == GIB
     assert devices.room_bytes(torch.device("cpu")) < 9 * GIB  # and the resident set of this process
+    assert devices.host_bytes_in_group(2 * GIB) == 2 * GIB
+    with pytest.warns(
+        UserWarning, match=r"host: 3\.22 GB is more than the 2\.15 GB that this container or job has left"
+    ):
+        assert devices.host_bytes_in_group(3 * GIB) == 2 * GIB
+    monkeypatch.setattr(machine, "_groups", list)
+    assert devices.host_bytes_in_group(2**50) == 2**50
 
 
 def test_a_device_without_free_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
