@@ -188,7 +188,7 @@ def _show(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
 
     print(
         f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)}. Time over that, by budget "
-        "(predicted: where it was run, before the run; bound: of any method):"
+        "(a budget that was run: as it was predicted before):"
     )
     held = [at for at in tuned.curve if at.predicted is not None or at.run is not None]
     rows = []
@@ -202,11 +202,10 @@ def _show(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
                 show_size(run.peak_bytes) if run is not None and run.peak_bytes else "",
                 _factor(at.predicted),
                 "" if run is None else run.why or _factor(run.slowdown, run.doubt),
-                _factor(at.lower_bound),
                 "<- proposal" if chosen else "",
             ]
         )
-    table(["budget", "of the need", "peak", "predicted", "measured", "bound", ""], rows)
+    table(["budget", "of the need", "peak", "predicted", "measured", ""], rows)
     if len(held) < len(tuned.curve):
         print(f"below {held[-1].share} % no plan was found")
     for size, name in device_sizes(tuned.need_bytes):
