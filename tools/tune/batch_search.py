@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memmgr.config.did_you_mean import meant
 from memmgr.tools.common.usage_error import UsageError
-from memmgr.tools.tune.batch_size import TRAINERS_NAME, assigned, option_of
+from memmgr.tools.tune.batch_size import TRAINERS_NAME, assigned, option_of, settable
 from memmgr.tools.tune.job import Batch, Job, Result
-from memmgr.tools.tune.runner import FEWEST, Runner, usual_seconds
+from memmgr.tools.tune.runner import Runner, compare
 
 FORMS = "auto, VARIABLE, --OPTION, per_device_train_batch_size, batch_size or call:FILE.py:FUNCTION"
 
@@ -22,6 +23,7 @@ class Row:
     seconds: float = 0.0  # of a pass
     # time of a sample over that of the script's own batch without memmgr; None: it failed
     slowdown: float | None = None
+    doubt: float = 0.0  # `slowdown` may be off by so much
     need_bytes: int = 0  # the most that a pass would have held without a budget
     error: str = ""  # why it does not hold
 
@@ -61,31 +63,45 @@ def own_size(batch: Batch, job: Job, plain: Result) -> int:
         if found is None and not job.module:
             found = assigned(Path(job.script).read_text(encoding="utf-8"), batch.name)
     if found is None:
-        raise UsageError("--batch: the batch size of the script as it is cannot be found; say it with --batch-now N")
+        near = guess(batch, job)
+        raise UsageError(
+            f"--batch: {batch.name!r}: the script's own batch size is not found there{near or '; --batch-now N says it'}"
+        )
     return found
 
 
+def guess(batch: Batch, job: Job) -> str:
+    """`; did you mean 'BATCH'?`, where a name that the script sets or reads, or an option, is near; else empty."""
+    names = [] if job.module else settable(Path(job.script).read_text(encoding="utf-8"))
+    return meant(batch.name, {*names, TRAINERS_NAME, "auto"} - {batch.name})
+
+
 def search(
-    runner: Runner, batch: Batch, now: int, plain: Result, budget: str, most: float | None, say: Callable[[str], None]
-) -> tuple[list[Row], Row | None]:
+    runner: Runner, batch: Batch, now: int, samples: int | None, budget: str, budget_bytes: int | None, most: float,
+    say: Callable[[str], None],
+) -> tuple[list[Row], Row | None]:  # fmt: skip
     """Doubles the batch from the script's own and bisects.
 
     Returns all that were tried, and the largest that holds, None if none does. `batch`: how to set it. `now`: the
-    script's own batch. `plain`: the run of that one without memmgr. `most`: a sample may take so many times as long as
-    in `plain`; None: as long as it likes. `say`: gets a line before each run.
+    script's own batch. `samples`: of the data set; None: not known. `budget_bytes`: as `Runner.batch` has it. `most`: a sample
+    may take so many times as long as one of the script's own batch without memmgr. `say`: gets a line before each run.
     """
     from memmgr.tools.bench.largest import Try, bisect  # imports torch
 
     rows: dict[int, Row] = {}
-    sample_seconds = usual_seconds(plain) / now
 
     def tried(size: int) -> Try:
-        if plain.samples is not None and size > plain.samples:
-            rows[size] = Row(size, error=f"the data set has {plain.samples} samples")
+        if samples is not None and size > samples:
+            rows[size] = Row(size, error=f"the data set has {samples} samples")
         else:
             say(f"runs with a batch of {size}")
-            result = runner.managed(budget, replace(batch, size=size, before=now))
-            rows[size] = _row(size, result, sample_seconds, most, runner)
+            managed, plain = runner.batch(budget, budget_bytes, replace(batch, size=size, before=now))
+            if not managed.applied and not managed.error:
+                near = guess(batch, runner.job)
+                raise UsageError(
+                    f"--batch: {batch.name or batch.how!r}: nothing in the script takes its batch size from there{near}"
+                )
+            rows[size] = _row(size, now, managed, plain, most, runner)
         row = rows[size]
         return Try(size, row.seconds, peak_bytes=row.need_bytes, error=row.error)
 
@@ -93,18 +109,13 @@ def search(
     return sorted(rows.values(), key=lambda row: row.batch), rows[good.batch] if good is not None else None
 
 
-def _row(size: int, result: Result, sample_seconds: float, most: float | None, runner: Runner) -> Row:
-    if result.error:
-        if not result.floor_error:
-            raise UsageError(f"the script failed with a batch of {size}: {result.error}\n{runner.last_lines()}")
+def _row(size: int, now: int, managed: Result, plain: Result, most: float, runner: Runner) -> Row:
+    if managed.error:
+        if not managed.floor_error:
+            raise UsageError(f"the script failed with a batch of {size}: {managed.error}\n{runner.last_lines()}")
         return Row(size, error="does not fit")
-    if not result.applied:
-        raise UsageError("--batch: nothing in the script takes its batch size from there")
-    if len(result.seconds) < FEWEST:
-        return Row(size, error=f"the script made only {len(result.ends)} passes")
-    planned = next((k for k, count in enumerate(result.planned) if count), 0)
-    first = max(len(result.seconds) // 2, min(planned, len(result.seconds) - FEWEST))
-    seconds = sum(result.seconds[first:]) / len(result.seconds[first:])
-    slowdown = seconds / size / sample_seconds
-    late = most is not None and slowdown > most
-    return Row(size, seconds, slowdown, result.peak_bytes, f"{slowdown:.2f}x a sample" if late else "")
+    found = compare(plain, managed, size / now)
+    if found.slowdown is None:
+        return Row(size, error=f"{found.why} (it made {len(managed.ends)})")
+    late = f"more than {most:.2f}x a sample" if found.slowdown > most else ""
+    return Row(size, found.seconds, found.slowdown, found.doubt, managed.need_bytes, late)

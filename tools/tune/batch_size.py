@@ -6,12 +6,14 @@ import ast
 import functools
 import importlib.util
 import os
+import re
 from types import ModuleType
 from typing import Any
 
 from memmgr.readers.patches import Patches
 from memmgr.tools.tune.job import Batch, Result
 
+_SETTABLE = re.compile(r"--[a-z][\w-]*|[A-Z][A-Z0-9_]+")
 TRAINERS_NAME = "per_device_train_batch_size"
 
 
@@ -153,6 +155,17 @@ def option_of(words: list[str], option: str) -> int | None:
         if (word == option or value != word) and value.isdecimal():
             return int(value)
     return None
+
+
+def settable(source: str) -> list[str]:
+    """Names that the script assigns a whole number to, and its strings that look like an option or an environment variable."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _SETTABLE.fullmatch(node.value):
+            found.append(node.value)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and assigned(source, node.id) is not None:
+            found.append(node.id)
+    return found
 
 
 def assignments(tree: ast.Module, name: str) -> list[ast.Assign | ast.AnnAssign]:

@@ -1,5 +1,5 @@
 """`python -m memmgr.tools.tune.child ORDER RESULT`: runs the script as `memmgr run` does, takes the time of each pass, and
-ends the process after some of them.
+ends the process after some of them. With turns it waits while another process has the turn.
 
 It ends at once (`os._exit`): the rest of the script, which may save a model or evaluate it, does not run.
 """
@@ -10,6 +10,7 @@ import argparse
 import functools
 import json
 import os
+import resource
 import sys
 import time
 from dataclasses import asdict
@@ -18,9 +19,10 @@ from types import ModuleType
 from typing import Any
 
 from memmgr.readers.patches import Patches
+from memmgr.tools.bench.child import end_with_parent
 from memmgr.tools.common.outputs import write_whole
 from memmgr.tools.tune.batch_size import BatchSetter
-from memmgr.tools.tune.job import Job, Result
+from memmgr.tools.tune.job import GO, Job, Result
 from memmgr.tools.verbs import run as run_verb
 
 TRACED_PASS = 4
@@ -29,15 +31,15 @@ it, so the tensors that live from pass to pass are known.
 """
 
 
-STEADY = 0.5
-"""The share of the passes that are asked for that have to come after the last plan was made."""
+STEADY = 0.75
+"""The share of the passes that are asked for that have to come after the last plan was made; half of them count."""
 MOST_PASSES = 4
 """Times the passes that are asked for, where plans are made for that long."""
 
 
 class Clock:
-    """Counts passes, and ends the process after the last one that is asked for. Passes wait while a plan is made, and the
-    clock stands still then: no pass is measured beside a search.
+    """Counts passes, and ends the process after the last one that is asked for. Passes wait while a plan is made, and while
+    another process has the turn. The clock stands still then: no pass is measured beside a search.
 
     `result`: gets the times.
     """
@@ -49,6 +51,7 @@ class Clock:
         self._patches = Patches()
         self._pid = os.getpid()
         self._waited_seconds = 0.0
+        result.begun = time.monotonic()
 
     def install(self) -> None:
         """Patches the function that runs a backward, once torch is there."""
@@ -64,15 +67,13 @@ class Clock:
 
             if torch._C._current_graph_task_id() != -1 or os.getpid() != self._pid:
                 return original(*args, **kwargs)
-            if self._job.trace is not None and _traced():
-                self.finish()
             result = original(*args, **kwargs)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # a pass ends when its last kernel does
             self.result.ends.append(time.monotonic() - self._waited_seconds)
             self.result.processor.append(time.process_time())
             self._look()
-            if self._job.trace is None and self._is_enough():
+            if self._is_enough() or not self._has_turn():
                 self.finish()
             return result
 
@@ -80,7 +81,6 @@ class Clock:
 
     def _look(self) -> None:
         runtime = _runtime()
-        self.result.planned.append(int(runtime.native.stats()["planned_periods"]) if runtime is not None else 0)
         self.result.plans.append(self._planned_by_now(runtime) if runtime is not None else 0)
 
     def _planned_by_now(self, runtime: Any) -> int:
@@ -89,10 +89,22 @@ class Clock:
         self._waited_seconds += time.monotonic() - began
         return int(runtime.plans.made)
 
+    def _has_turn(self) -> bool:
+        """Waits for the next turn where one is over. False: there is none."""
+        if self._job.turns is None or len(self.result.ends) % self._job.turn_passes:
+            return True
+        began = time.monotonic()
+        done, go = self._job.turns
+        os.write(done, GO)
+        answer = os.read(go, 1)
+        self._waited_seconds += time.monotonic() - began
+        return answer == GO
+
     def _is_enough(self) -> bool:
         asked, there = self._job.passes, len(self.result.ends)
         steady = there - self.result.last_plan
-        return there >= asked and (steady >= STEADY * asked or there >= MOST_PASSES * asked)
+        is_whole = steady >= STEADY * asked and (self._job.trace is None or _traced())
+        return there >= asked and (is_whole or there >= MOST_PASSES * asked)
 
     def finish(self) -> None:
         """Writes the result and ends the process."""
@@ -106,10 +118,11 @@ class Clock:
         runtime = _runtime()
         if runtime is not None:
             stats = runtime.stats()
-            self.result.peak_bytes = int(stats["unmanaged_peak_bytes"])
+            self.result.need_bytes = int(stats["unmanaged_peak_bytes"])
+            self.result.peak_bytes = int(stats["resident_bytes.peak"])
             self.result.link = next((asdict(link) for link in runtime.plans.links()), None)
-            if not stats["host_ahead"]:
-                self.result.own_seconds = stats["own_seconds"] / max(1, stats["passes"])
+        elif "torch" in sys.modules and not sys.modules["torch"].accelerator.is_available():
+            self.result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         write_whole(self._path, json.dumps(asdict(self.result)))
 
 
@@ -126,6 +139,7 @@ def _traced() -> bool:
 
 def main(order: str, answer: str) -> int:
     """Runs the script; its exit code, where the script ends before the passes are over."""
+    end_with_parent()  # a process that stands still would not end by itself
     job, result = Job.read(Path(order)), Result()
     clock = Clock(job, result, Path(answer))
     words = job.arguments

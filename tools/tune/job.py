@@ -9,6 +9,9 @@ from typing import Any
 
 from memmgr.tools.common.outputs import write_whole
 
+GO, END = b"g", b"e"
+"""A child that takes turns writes `GO` at the end of each; it is sent `GO` for another, or `END`."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -30,9 +33,12 @@ class Job:
     # the process ends after so many; under a budget later, where a plan was made near their end (`STEADY`)
     passes: int = 0
     budget: str | None = None  # as of `memmgr run`; None: memmgr is not there at all
-    trace: str | None = None  # the file for a recorded pass, after which the process ends; None: no pass is recorded
+    trace: str | None = None  # the file for a recorded pass; None: no pass is recorded
     options: dict[str, str] = field(default_factory=dict)  # `policy`, `disk` and `device` of `memmgr run`
     batch: Batch | None = None  # another batch size
+    # the descriptors to which a turn's end is written, and from which the next is read; None: there are no turns
+    turns: list[int] | None = None
+    turn_passes: int = 1  # of each turn
 
     def write(self, path: Path) -> None:
         """Writes the order."""
@@ -50,18 +56,17 @@ class Job:
 class Result:
     """The outcome of one run."""
 
-    # seconds at which each pass ended, of a clock that stands still while a plan is made
+    # seconds at which each pass ended, of a clock that stands still while a plan is made and while another process has the turn
     ends: list[float] = field(default_factory=list)
+    begun: float = 0.0  # when the process was there, of the same clock
     # for each of them, seconds of processor time of the process so far, all threads together
     processor: list[float] = field(default_factory=list)
-    planned: list[int] = field(default_factory=list)  # for each of them, the passes by plan so far
     # for each of them, the plans that were made until the next one began
     plans: list[int] = field(default_factory=list)
     # the tier below as it was measured beside the passes, the fields of a `TierLink`; None: there is none
     link: dict[str, Any] | None = None
-    # the pager's own work in a pass; 0 on an accelerator, where it runs beside the device
-    own_seconds: float = 0.0
-    peak_bytes: int = 0  # the most that the passes would have held without a budget; 0: not known
+    need_bytes: int = 0  # the most that the passes would have held without a budget; 0: not known
+    peak_bytes: int = 0  # the most that they held; without memmgr the process's memory, 0 on an accelerator
     floor_error: bool = False  # the budget was too small
     error: str = ""  # the exception that ended the script, in one line
     batches: dict[str, int] = field(default_factory=dict)  # batch sizes that the script has asked for, by their source
@@ -74,13 +79,11 @@ class Result:
         return self.plans.index(self.plans[-1]) + 1 if self.plans and self.plans[-1] else 0
 
     @property
-    def steady_from(self) -> int | None:
-        """The number in `seconds` of the first pass that follows the last plan, but for that plan's first one, which begins
-        with the residency that another order has left; None: there is none.
+    def settled_from(self) -> int:
+        """The number in `seconds` of the first pass that counts: half of those after the last plan was made. In the first half
+        kinds of ops are tried, and the residency of another order is still there.
         """
-        before = self.planned[self.last_plan - 1] if self.last_plan else 0
-        found = next((k for k, count in enumerate(self.planned) if count > before), len(self.ends))
-        return found if found < len(self.ends) else None
+        return (self.last_plan + len(self.seconds)) // 2
 
     @property
     def seconds(self) -> list[float]:

@@ -1,45 +1,55 @@
-"""Starts the user's script again and again, each time in a process that ends after some passes."""
+"""Runs the user's script and compares a run under a budget with one without memmgr."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from memmgr.config.machine import free_bytes
 from memmgr.config.sizes import show_seconds
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.telemetry.trace_file import read_trace
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.tune.job import Batch, Job, Result
+from memmgr.tools.tune.turns import Child, last_lines, take_turns
 
 FEWEST = 3
 """Passes that two runs must have in common for a ratio of their times."""
-
-_LINES = 5
+PROBED = FEWEST + 2
+"""Passes of the first run, which measures the script's memory."""
+TURN_SECONDS = 0.08
+"""A turn is so many passes as take this long: caches are warm for most of it, and a load that lasts longer is on both runs."""
+MEASURED_SECONDS, MOST_MEASURED = 8.0, 10
+"""A run makes so many passes as take this long without memmgr: as many as were asked for at least, and at most so many times
+as many."""
+SPARE = 1.25
+"""Two runs take turns where so many times their memory is free."""
+_FOREVER = 1 << 30
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a run beside those of the run without memmgr."""
+    """Times of a run under a budget beside those of one without memmgr."""
 
     # time of the same passes of both, one over the other; None: too few were there, or the budget was too small
     slowdown: float | None
     passes: int = 0  # passes that were compared
     seconds: float = 0.0  # of one of them, with the budget
+    plain_seconds: float = 0.0  # of one of them, without memmgr
+    doubt: float = (
+        0.0  # `slowdown` may be off by so much: the spread of the passes' ratios over the root of their number
+    )
     why: str = ""  # there is no figure
     # processor time of the same passes, one over the other; None: not known. Waiting is not in it, and neither is the
     # work of other programs.
     processor: float | None = None
     link: TierLink | None = None  # the tier below, as the run under the budget measured it; None: there is none
-    own_seconds: float = 0.0  # of a pass under the budget, for the pager's own work
+    peak_bytes: int = 0  # the most that the run under the budget held
 
 
 class Runner:
@@ -50,12 +60,13 @@ class Runner:
     """
 
     def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
-        self._job = job
+        self.job = job
         self._folder = folder
         self._say = say
         self._runs = 0
-        self._plain_seconds = 0.0  # of the last run without memmgr
-        self._child: subprocess.Popen[bytes] | None = None
+        self._probed = Result()
+        self._children: list[Child] = []
+        self.in_turns = False  # the last comparison was made in turns
 
     def __enter__(self) -> Self:
         return self
@@ -65,115 +76,134 @@ class Runner:
     ) -> None:
         self._end()
 
-    def trace(self) -> Trace:
-        """Records one pass. Raises `UsageError`: the script failed, or was too short."""
+    def probe(self, batch: Batch | None = None) -> Result:
+        """Runs a few passes without memmgr: their time, and the script's memory.
+
+        Raises `UsageError`: the script failed, or was too short.
+        """
+        self._say("runs a few passes without a budget")
+        self._probed = self._alone(replace(self.job, batch=batch, passes=PROBED))
+        if len(self._probed.seconds) < FEWEST:
+            raise UsageError(self._why_none(self._probed))
+        enough = math.ceil(MEASURED_SECONDS / usual_seconds(self._probed))
+        self.job = replace(self.job, passes=min(max(self.job.passes, enough), MOST_MEASURED * self.job.passes))
+        return self._probed
+
+    def trace(self) -> tuple[Trace, Measured]:
+        """Records a pass of a run without a limit, and compares that run.
+
+        Raises `UsageError`: the script failed, or was too short.
+        """
         file = self._folder / "run.trace"
-        self._say("records a pass")
-        result = self._run(replace(self._job, budget="none", trace=str(file)))
+        self._say(f"records a pass, and measures without a limit: about {self._expected()}")
+        managed, plain = self._compared(replace(self.job, budget="none", trace=str(file)), self._probed.peak_bytes)
         if not file.is_file():
-            raise UsageError(self._why_none(result))
+            raise UsageError(self._why_none(managed))
         try:
-            return read_trace(file)
+            return read_trace(file), compare(plain, managed)
         except TraceError as error:
             raise UsageError(str(error)) from None
 
-    def plain(self, batch: Batch | None = None, passes: int = 0) -> Result:
-        """Runs the script without memmgr.
+    def measure(self, budget_bytes: int, name: str) -> Measured:
+        """Compares a run under a budget with one without memmgr."""
+        self._say(f"runs in {name}: about {self._expected()}")
+        managed, plain = self._compared(replace(self.job, budget=str(budget_bytes)), self._probed.peak_bytes)
+        return compare(plain, managed)
 
-        Raises `UsageError`: the script failed, or was too short. `passes`: at least so many.
+    def batch(self, budget: str, budget_bytes: int | None, batch: Batch) -> tuple[Result, Result]:
+        """A run under a budget with another batch, and a run without memmgr with the script's own.
+
+        `budget_bytes`: None: the budget depends on the memory that is free, so no other run may be there.
         """
-        self._say("runs without a budget")
-        begun = time.monotonic()
-        result = self._run(replace(self._job, batch=batch, passes=max(passes, self._job.passes)))
-        if len(result.seconds) < FEWEST:
-            raise UsageError(self._why_none(result))
-        self._plain_seconds = time.monotonic() - begun
-        return result
-
-    def managed(self, budget: str, batch: Batch | None = None) -> Result:
-        """Runs the script under a budget."""
-        return self._run(replace(self._job, budget=budget, batch=batch))
-
-    def measure(self, budget: str, plain: list[Result], name: str) -> Measured:
-        """Runs the script under a budget, then without one, which is appended to `plain`. The run is compared with the runs
-        without memmgr before it and after it, since a machine is not always as fast.
-        """
-        self._say(f"runs in {name}, and then without one: about {show_seconds(round(2 * self._plain_seconds) or 1)}")
-        managed = self.managed(budget)
-        if not managed.error:
-            plain.append(self.plain(passes=len(managed.ends)))
-        return compare(plain[-2:], managed)
+        own = replace(batch, size=None)
+        return self._compared(replace(self.job, budget=budget, batch=batch), budget_bytes, own)
 
     # -- processes --
 
-    def _run(self, job: Job) -> Result:
+    def _compared(self, job: Job, takes_bytes: int | None, own: Batch | None = None) -> tuple[Result, Result]:
+        """The run, and one without memmgr: in turns where memory for both is free, else one after the other.
+
+        `takes_bytes`: memory of the run; None: it has to be alone.
+        """
+        usual = replace(self.job, batch=own)
+        plain_bytes = self._probed.peak_bytes  # 0: an accelerator's memory is not known
+        both_bytes = SPARE * (plain_bytes + takes_bytes) if plain_bytes and takes_bytes is not None else math.inf
+        self.in_turns = both_bytes < free_bytes()
+        if not self.in_turns:
+            managed = self._alone(job)
+            if managed.error:
+                return managed, Result()
+            return managed, self._alone(replace(usual, passes=len(managed.ends)))
+        turn = max(1, math.ceil(TURN_SECONDS / usual_seconds(self._probed)))
+        plain = self._start(replace(usual, passes=_FOREVER, turn_passes=turn), turns=True)
+        child = self._start(replace(job, turn_passes=turn), turns=True)
+        take_turns(plain, child)
+        return child.result(), plain.result()
+
+    def _alone(self, job: Job) -> Result:
+        return self._start(job, turns=False).result()
+
+    def _start(self, job: Job, *, turns: bool) -> Child:
         self._runs += 1
-        order, answer = (self._folder / f"{self._runs}.{kind}.json" for kind in ("order", "result"))
-        job.write(order)
         environment = dict(os.environ)
         for name in ("MEMMGR_BUDGET", "MEMMGR_CONF"):
             environment.pop(name, None)
         if job.budget is None:
             environment["MEMMGR_INSTALL"] = "0"  # on CUDA torch's own allocator
-        with self.output.open("wb") as output:
-            # Workers of a DataLoader end with the group: the script's process ends in the middle of the training.
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "memmgr.tools.tune.child", str(order), str(answer)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-            self._child.wait()
-        self._end()
-        if not answer.is_file():
-            return Result(error=f"the process ended without a result; its last lines:\n{self.last_lines()}")
-        return Result.read(answer)
+        child = Child(job, str(self._runs), self._folder, environment, turns=turns)
+        self._children.append(child)
+        return child
 
     def _end(self) -> None:
-        if self._child is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
-            self._child = None
+        while self._children:
+            self._children.pop().end()
 
-    @property
-    def output(self) -> Path:
-        """The script's output of the last run."""
-        return self._folder / "output.txt"
+    def _expected(self) -> str:
+        """The time of a comparison, in words."""
+        passes = usual_seconds(self._probed) * self.job.passes
+        return show_seconds(round(2 * (self._probed.ends[0] - self._probed.begun + passes)) or 1)
 
     def last_lines(self) -> str:
-        """The last lines of the script's output."""
-        lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join("    " + line for line in lines[-_LINES:])
+        """The last lines of the script's output, of the last run."""
+        return last_lines(self._children[-1].output) if self._children else ""
 
     def _why_none(self, result: Result) -> str:
         if result.error:
-            return f"{self._job.script} failed: {result.error}\n{self.last_lines()}"
-        made = f"{self._job.script} made {len(result.ends)} passes (a pass is a forward and its backward)"
-        return f"{made}, and {FEWEST + 2} or more are needed; its last lines:\n{self.last_lines()}"
+            return f"{self.job.script} failed: {result.error}\n{self.last_lines()}"
+        made = f"{self.job.script} made {len(result.ends)} passes (a pass is a forward and its backward)"
+        return f"{made}, and {PROBED} or more are needed; its last lines:\n{self.last_lines()}"
 
 
-def compare(plain: list[Result], managed: Result) -> Measured:
-    """Time of the passes that follow a plan, once none is searched for, over the time of the same passes without memmgr, of some
-    runs on average.
+def compare(plain: Result, managed: Result, samples: float = 1.0) -> Measured:
+    """Time of the passes that have settled over the time of the same passes without memmgr.
 
-    Where no pass follows a plan, the second half counts: in the first one policies and determinism checks begin. A run
-    without memmgr that is too short does not count, unless there is no longer one.
+    The quarter of the passes with the largest ratio and that with the smallest do not count. `samples`: of a pass of
+    `managed`, over those of one of `plain`; the slowdown is of a sample.
     """
     if managed.error:
         return Measured(None, why="the budget is too small" if managed.floor_error else managed.error)
-    there = min(max(len(run.seconds) for run in plain), len(managed.seconds))
-    plain = [run for run in plain if len(run.seconds) >= there]
-    steady = managed.steady_from
-    first = steady if steady is not None and steady <= there - FEWEST else there // 2
+    there = min(len(plain.seconds), len(managed.seconds))
+    first = managed.settled_from if managed.settled_from <= there - FEWEST else there // 2
     if there - first < FEWEST:
         return Measured(None, why=f"only {there} passes could be compared")
-    seconds = sum(managed.seconds[first:there])
-    usual = sum(sum(run.seconds[first:there]) for run in plain) / len(plain)
-    used = [run.processor[there] - run.processor[first] for run in (*plain, managed) if run.processor]
-    usually = sum(used[:-1])
-    processor = used[-1] * len(plain) / usually if len(used) == len(plain) + 1 and usually > 0 else None
-    link = TierLink(**managed.link) if managed.link is not None else None
-    return Measured(seconds / usual, there - first, seconds / (there - first), "", processor, link, managed.own_seconds)
+    pairs = sorted(
+        zip(managed.seconds[first:there], plain.seconds[first:there], strict=True), key=lambda pair: pair[0] / pair[1]
+    )
+    cut = len(pairs) // 4
+    middle = pairs[cut : len(pairs) - cut]
+    took, usual = (sum(pair[k] for pair in middle) / len(middle) for k in (0, 1))
+    spread = middle[-1][0] / middle[-1][1] - middle[0][0] / middle[0][1]
+    used = [run.processor[there] - run.processor[first] for run in (managed, plain) if run.processor]
+    return Measured(
+        took / usual / samples,
+        there - first,
+        took,
+        usual,
+        spread / math.sqrt(len(pairs)) / samples,
+        processor=used[0] / used[1] / samples if len(used) == 2 and used[1] > 0 else None,
+        link=TierLink(**managed.link) if managed.link is not None else None,
+        peak_bytes=managed.peak_bytes,
+    )
 
 
 def usual_seconds(run: Result) -> float:

@@ -1,4 +1,4 @@
-"""The search for a budget: predicted by the simulator, and then run."""
+"""The search for a budget: predicted by the simulator, then run, and then predicted with the costs that the run has shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from memmgr.config.sizes import round_up, show_size
 from memmgr.policies.plan.knee import SHARES, knee
-from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace import Trace
+from memmgr.policies.trace.smooth import smoothed
 from memmgr.tools.common.outlook import Outlook, outlook
 from memmgr.tools.common.rates import DEVICES
 from memmgr.tools.common.sweep import no_worse
@@ -18,6 +19,9 @@ MOST_RUNS = 5
 STEP = 5
 """Per cent of the need between two budgets that may be run."""
 
+FIRST = 50
+"""The share that is run first, at least. Predictions that no run has corrected are too low, most of all in small budgets."""
+
 _TENTHS = tuple(range(100, 0, -10))
 
 
@@ -27,18 +31,16 @@ class At:
 
     share: int  # of the need, in per cent
     budget_bytes: int  # the budget
-    # time of a pass over one without a budget, by the simulator with the link and the cost of an op that the runs have
-    # measured; None: no plan was found
-    simulated: float | None
+    # time of a pass over one without memmgr: by the simulator, corrected by the runs; where it was run, as it was before the run.
+    # None: no plan was found
+    predicted: float | None
     lower_bound: float | None  # no schedule is faster; None: not known
-    measured: float | None = None  # the same ratio of a run; None: it was not run, or failed
-    passes: int = 0  # that were measured
-    why: str = ""  # a run without a figure
-    processor: float | None = None  # as `measured`, of the processor's time, without waiting; None: not known
-    predicted: float | None = None  # `simulated` as it was before this budget was run; None: it was not run
+    run: Measured | None = None  # None: it was not run
 
-
-REFUTED = 1.1
+    @property
+    def measured(self) -> float | None:
+        """The same ratio of its run; None: it was not run, or failed."""
+        return None if self.run is None else self.run.slowdown
 
 
 @dataclass
@@ -50,67 +52,97 @@ class Tuned:
     most: float  # the largest slowdown that was asked for
     curve: list[At] = field(default_factory=list)  # budgets, the largest first
     proposal: At | None = None  # the budget that is proposed; None: none is
-    knee_share: int = 100  # the share that the simulator proposes after the runs, in per cent
     device_bytes: int | None = None  # free memory of this machine; None: an accelerator's
-    noise: float = 1.0  # the slowest of the runs without memmgr over the fastest; 1 on a machine that does nothing else
-
-    @property
-    def refuted_share(self) -> int:
-        """The largest share at which a run took over `REFUTED` times as long as predicted: predictions of smaller budgets are too
-        low as well. 0: there is none.
-        """
-        runs = ((at.share, at.measured, at.simulated) for at in self.curve)
-        return max((share for share, took, said in runs if took and said and took > REFUTED * said), default=0)
+    in_turns: bool = True  # runs under a budget and runs without memmgr took turns
 
     def plain(self) -> dict[str, object]:
         """As JSON has it."""
         return asdict(self)
 
 
-class Curve:
-    """The simulated slowdown by budget. `say`: gets a line before each budget."""
+@dataclass(frozen=True)
+class _Correction:
+    """The difference between the simulator and a run. Time that the simulator does not see is about the same in all budgets. Time
+    that is not lost, as where copies find an idle core, is a share of the simulated one.
+    """
 
-    def __init__(self, trace: Trace, say: Callable[[str], None]) -> None:
-        self._trace = trace
+    times: float = 1.0
+    plus: float = 0.0
+
+    @staticmethod
+    def of(simulated: float, measured: float) -> _Correction:
+        """Both: extra time of a pass over the time of one without memmgr."""
+        if measured >= simulated:
+            return _Correction(plus=measured - simulated)
+        return _Correction(times=max(0.0, measured) / simulated)
+
+
+class Curve:
+    """The predicted slowdown by budget: the simulator's, corrected by the runs.
+
+    `base`: the slowdown without a limit, as measured. `say`: gets a line before budgets are simulated.
+    """
+
+    def __init__(self, trace: Trace, base: float, say: Callable[[str], None]) -> None:
+        self._trace = smoothed(trace)
         self._say = say
+        self._base = base
         self._link = trace.links[0] if trace.links else None
-        self._own = 0.0  # of a pass, for the pager's own work, over the time of a pass
         self._found: dict[int, Outlook] = {}
+        self._runs: dict[int, float] = {}  # measured slowdowns by share
         self.need_bytes = trace.unmanaged_peak[0]
 
-    def at(self, budget_bytes: int) -> Outlook:
-        """The prediction of one budget, made once."""
+    def at(self, share: int) -> Outlook:
+        """The simulator's outlook, made once. `share`: of the need, in per cent."""
         if not self._found:
             self._say("simulates budgets")
-        if budget_bytes not in self._found:
-            self._found[budget_bytes] = outlook(self._trace, budget_bytes, self._link)[0]
-        return self._found[budget_bytes]
+        if share not in self._found:
+            self._found[share] = outlook(self._trace, self._bytes(share), self._link)[0]
+        return self._found[share]
 
-    def learn(self, link: TierLink | None, own_seconds: float) -> None:
-        """Predictions from now on have the costs that a run has measured: the recorded pass moved nothing, so the link was idle.
-
-        `link`: as measured beside the passes; None: the recorded one stays. `own_seconds`: of a pass, for the pager's
-        own work.
+    def learn(self, share: int, found: Measured) -> None:
+        """Predictions from now on have the link that a run has measured (the recorded pass moved nothing, so it was idle), and
+        agree with the run.
         """
-        self._link = link or self._link
-        self._own = own_seconds / self._trace.seconds
+        assert found.slowdown is not None
+        self._runs[share] = found.slowdown
+        self._link = found.link or self._link
         self._found.clear()
 
     def factor(self, share: int) -> float | None:
-        """Time of a pass over that of one without a budget; None: no plan was found.
+        """Time of a pass over that of one without memmgr; None: no plan was found.
 
         `share`: of the need, in per cent.
         """
-        return self._factor(self._bytes(share))
+        extra = self._extra(share)
+        if extra is None or share >= 100:
+            return None if extra is None else self._base
+        made = self._correction(share)
+        return self._base + made.times * extra + made.plus
 
-    def _factor(self, budget_bytes: int) -> float | None:
-        overhead = self.at(budget_bytes).overhead
-        return None if overhead is None else overhead + (self._own if budget_bytes < self.need_bytes else 0.0)
+    def _extra(self, share: int) -> float | None:
+        overhead = self.at(share).overhead
+        return None if overhead is None else overhead - 1
+
+    def _correction(self, share: int) -> _Correction:
+        """Between two runs, or a run and the whole need, a straight line; below the smallest run its own."""
+        known = {100: _Correction()}
+        for run, measured in self._runs.items():
+            if (extra := self._extra(run)) is not None:
+                known[run] = _Correction.of(extra, measured - self._base)
+        low = max((run for run in known if run <= share), default=min(known))
+        high = min(run for run in known if run >= share)
+        part = (share - low) / (high - low) if high > low else 0.0
+        below, above = known[low], known[high]
+        return _Correction(
+            below.times + part * (above.times - below.times), below.plus + part * (above.plus - below.plus)
+        )
 
     def knee(self, most: float) -> int:
         """The smallest share, in per cent, at which a pass is predicted to take at most `most` times as long."""
-        found = knee(self.need_bytes, self._factor, most)
-        return next((share for share in SHARES if self._bytes(share) == found.budget_bytes), 100)
+        by_bytes = {self._bytes(share): share for share in SHARES}
+        found = knee(self.need_bytes, lambda budget_bytes: self.factor(by_bytes[budget_bytes]), most)
+        return by_bytes.get(found.budget_bytes, 100)
 
     def _bytes(self, share: int) -> int:
         return self.need_bytes * share // 100
@@ -121,59 +153,44 @@ class Curve:
         own = [self.factor(share) for share in shares]
         best = no_worse(own)
         return [
-            At(share, self._bytes(share), own[k], self.at(self._bytes(share)).lower_bound)
+            At(share, self._bytes(share), own[k], self.at(share).lower_bound)
             for share, k in zip(shares, best, strict=True)
         ]
 
 
-def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> tuple[list[At], At | None, int]:
-    """Runs the knee. Where that is slower than asked for, the knee is looked for again with the costs that the run has measured;
-    where the new one is not larger, the budget grows by 5 % of the need, by 10, 20 and so on.
+def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> tuple[list[At], At | None]:
+    """Runs half of the need, or the knee where that is more: the smallest budget that is predicted to hold. With the corrected
+    predictions the knee is looked for again, between the smallest budget that held and the largest that did not, until it stays
+    within 5 % of the need. Where no run held and no knee is left, the budget grows by 5 % of the need, by 10, 20 and so on.
 
-    Returns the curve with the runs in it, the proposal, and the last knee in per cent of the need. The proposal is None
-    where no run holds, and where nothing below the whole need is predicted to hold. `most`: the largest slowdown.
-    `run`: runs the script under so many bytes; its second argument names the budget for a reader.
+    Returns the curve with the runs in it, and the proposal. The proposal is None where no run holds, and where nothing
+    below the whole need is predicted to hold. `most`: the largest slowdown. `run`: runs the script under so many bytes;
+    its second argument names the budget for a reader.
     """
     tried: dict[int, At] = {}
-    proposal: At | None = None
-    share = curve.knee(most)
-    for step in range(MOST_RUNS):
-        if share >= 100:
-            break
+    good, bad = 100, 0  # the smallest share that held, the largest that did not
+    share = max(curve.knee(most), FIRST)
+    while bad < share < good and len(tried) < MOST_RUNS:
         budget_bytes = round_up(curve.need_bytes * share // 100)
-        predicted = curve.factor(share)
-        name = f"{share} % of the need, {show_size(budget_bytes)} (budget {step + 1} of at most {MOST_RUNS})"
-        found = run(budget_bytes, name)
-        made = tried[share] = At(
-            share,
-            budget_bytes,
-            simulated=predicted,
-            lower_bound=None,
-            measured=found.slowdown,
-            passes=found.passes,
-            why=found.why,
-            processor=found.processor,
-            predicted=predicted,
-        )
-        if found.slowdown is not None:
-            curve.learn(found.link, found.own_seconds)
-        if found.slowdown is not None and found.slowdown <= most:
-            proposal = made
-            break
-        above = share + STEP * 2**step
-        if share < 100 - STEP < above:
-            above = 100 - STEP  # the largest budget that is not all of the need
-        knee_share = curve.knee(most)
-        share = knee_share if knee_share > share else above
-    last_knee = curve.knee(most)
-    points = [_with_run(at, tried.get(at.share)) for at in curve.points({*tried, last_knee})]
-    if proposal is not None:
-        proposal = next(at for at in points if at.share == proposal.share)
-    return points, proposal, last_knee
+        name = f"{share} % of the need, {show_size(budget_bytes)} (budget {len(tried) + 1} of at most {MOST_RUNS})"
+        made = tried[share] = At(share, budget_bytes, curve.factor(share), None, run(budget_bytes, name))
+        if made.run is not None and made.run.slowdown is not None:
+            curve.learn(share, made.run)
+        if made.measured is not None and made.measured <= most:
+            good = share
+        else:
+            bad = share
+        share = curve.knee(most)
+        if good == 100 and not bad < share < 100:
+            share = min(bad + STEP * 2 ** (len(tried) - 1), 100 - STEP)  # the largest is not all of the need
+        elif good < 100:
+            share = max(share, bad + STEP) if share < good - STEP else good
+    points = [_with_run(at, tried.get(at.share)) for at in curve.points(tried)]
+    return points, next((at for at in points if at.share == good and at.share < 100), None)
 
 
 def _with_run(at: At, run: At | None) -> At:
-    return at if run is None else replace(run, simulated=at.simulated, lower_bound=at.lower_bound)
+    return at if run is None else replace(run, lower_bound=at.lower_bound)
 
 
 def device_sizes(need_bytes: int) -> list[tuple[int, str]]:

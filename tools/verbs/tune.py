@@ -6,11 +6,11 @@
     memmgr tune --batch=--batch-size --slowdown 1.2 train.py
 
 One pass of the script is recorded, and simulated to find the knee: the smallest budget that is predicted to keep the
-slowdown. The script then runs without memmgr and at the knee. While it is slower than asked for, the knee is looked for
-again with the costs that the run has measured. Each run ends after some passes: the rest of the script, which may save a
-model, does not run.
+slowdown. The script then runs in half of its need, or in the knee where that is more, in turns with a run without
+memmgr. The knee is looked for again with the costs that the run has shown. Each run ends after some passes: the rest of the
+script, which may save a model, does not run.
 
---batch finds the largest batch in a budget, or within a slowdown for each sample. It is auto (the Trainer's or the first
+--batch finds the largest batch in a budget and within the slowdown, for each sample. It is auto (the Trainer's or the first
 DataLoader's), an environment variable or a name that the script assigns a number to, an --OPTION of the script,
 per_device_train_batch_size, Lightning's batch_size, or call:FILE.py:FUNCTION, which is called with the size before the script.
 
@@ -24,6 +24,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memmgr.config.machine import free_bytes
 from memmgr.config.sizes import Need, parse_budget, show_seconds, show_size
@@ -32,14 +33,21 @@ from memmgr.tools.common.policy_option import add_policy
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.tune import batch_search
 from memmgr.tools.tune.job import Batch, Job
-from memmgr.tools.tune.runner import Measured, Runner, usual_seconds
+from memmgr.tools.tune.runner import Runner
 from memmgr.tools.verbs import run as run_verb
 from memmgr.tools.view import plot
 
+if TYPE_CHECKING:
+    from memmgr.tools.tune.search import Tuned
+
 MOST = 1.1
 NOISY = 1.1
+"""A run under a budget can hardly be so many times faster than one without."""
+DOUBTFUL = 0.05
+"""A slowdown with a larger doubt is not a reason to trust a proposal."""
 _PASSES = 24
 _PASSES_OF_A_BATCH = 12
+_NO_SIZE = 1 << 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes; see the module's text for the exit code."""
-    most = _slowdown(args.slowdown)
+    most = _slowdown(args.slowdown) or MOST
     batch = batch_search.parse(args.batch) if args.batch is not None else None
     _check(args, batch)
     options = {name: getattr(args, name) for name in ("policy", "disk", "device") if getattr(args, name) is not None}
@@ -72,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     job = Job(args.script, args.arguments, args.module, passes, options=options)
     with tempfile.TemporaryDirectory(prefix="memmgr-tune-") as folder, Runner(job, Path(folder), _say) as runner:
         if batch is not None:
-            return _largest_batch(args, runner, job, batch, most)
-        return _budget(args, runner, most or MOST)
+            return _largest_batch(args, runner, batch, most)
+        return _budget(args, runner, most)
 
 
 def _say(text: str) -> None:
@@ -110,14 +118,21 @@ def _check(args: argparse.Namespace, batch: Batch | None) -> None:
         raise UsageError("--picture is of budgets, not of --batch")
     if args.batch_now is not None and args.batch_now < 1:
         raise UsageError(f"--batch-now: {args.batch_now} is less than 1")
+    _fixed(args)
+
+
+def _fixed(args: argparse.Namespace) -> int | None:
+    """The budget of --batch in bytes; None: it depends on the device. Raises `UsageError`: it depends on the batch."""
+    text = "device" if args.budget is None else args.budget
     try:
-        asked = parse_budget("device" if args.budget is None else args.budget, whole=1 << 60, what="--budget")
+        asked = parse_budget(text, whole=_NO_SIZE, what="--budget")
     except ValueError as error:
         raise UsageError(str(error)) from None
     if isinstance(asked, Need):
         raise UsageError(
             "--budget: a share of the need grows with the batch; name a size, a share of the device, or device"
         )
+    return asked if isinstance(asked, int) and asked < _NO_SIZE // 100 else None
 
 
 # ---- budget --------------------------------------------------------------------------------------------------------
@@ -126,18 +141,11 @@ def _check(args: argparse.Namespace, batch: Batch | None) -> None:
 def _budget(args: argparse.Namespace, runner: Runner, most: float) -> int:
     from memmgr.tools.tune.search import Curve, Tuned, propose
 
-    trace = runner.trace()
-    plain = [runner.plain()]
-    curve = Curve(trace, _say)
-
-    def measured(budget_bytes: int, name: str) -> Measured:
-        return runner.measure(str(budget_bytes), plain, name)
-
-    points, proposal, knee = propose(curve, most, measured)
-    usual = [usual_seconds(one) for one in plain]
-    tuned = Tuned(
-        curve.need_bytes, sum(usual) / len(usual), most, points, proposal, knee, noise=max(usual) / min(usual)
-    )
+    runner.probe()
+    trace, unlimited = runner.trace()
+    curve = Curve(trace, unlimited.slowdown or 1.0, _say)
+    points, proposal = propose(curve, most, runner.measure)
+    tuned = Tuned(curve.need_bytes, unlimited.plain_seconds, most, points, proposal, in_turns=runner.in_turns)
     if trace.device == "cpu":
         tuned.device_bytes = free_bytes()
     if args.picture is not None:
@@ -149,74 +157,57 @@ def _budget(args: argparse.Namespace, runner: Runner, most: float) -> int:
     return 0 if proposal is not None else 1
 
 
-def _draw(tuned: object, args: argparse.Namespace) -> None:
-    from memmgr.tools.tune.search import Tuned, device_sizes
+def _draw(tuned: Tuned, args: argparse.Namespace) -> None:
+    from memmgr.tools.tune.search import device_sizes
 
-    assert isinstance(tuned, Tuned)
     need = tuned.need_bytes
     made = tuned.proposal
     marks = plot.Marks(
-        measured=[(at.budget_bytes / need, at.measured) for at in tuned.curve if at.measured is not None],
-        noise=tuned.noise,
-        knee=next(
-            (
-                (at.share / 100, at.simulated)
-                for at in tuned.curve
-                if at.share == tuned.knee_share > tuned.refuted_share and at.simulated
-            ),
-            None,
-        ),
-        proposal=None if made is None or made.measured is None else (made.budget_bytes / need, made.measured),
+        measured=[(at.share / 100, at.run.slowdown, at.run.doubt) for at in tuned.curve if at.run and at.run.slowdown],
+        proposal=None if made is None or made.measured is None else (made.share / 100, made.measured),
         sizes=[(size / need, name) for size, name in device_sizes(need)],
         limit=tuned.most,
     )
     rows = [
-        [
-            plot.Point(
-                at.share / 100, at.simulated if at.share > tuned.refuted_share else None, at.lower_bound, "predicted"
-            )
-        ]
+        [plot.Point(at.share / 100, at.measured or at.predicted, at.lower_bound, "predicted, corrected by the runs")]
         for at in tuned.curve
     ]
     name = args.script if args.module else Path(args.script).name
     title = f"{name}: {megabytes(need)} and {show_seconds(tuned.seconds)} a pass without a budget"
+    if made is not None:
+        title += f"; proposed {show_size(made.budget_bytes)}, {_factor(made.measured)}"
     plot.slowdown(rows, args.picture, title, marks)
 
 
-def _factor(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+def _factor(value: float | None, doubt: float = 0.0) -> str:
+    return "-" if value is None else f"{value:.2f}x" + (f" ±{doubt:.2f}" if doubt else "")
 
 
-def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
-    from memmgr.tools.tune.search import Tuned, device_sizes
+def _show(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
+    from memmgr.tools.tune.search import device_sizes
 
-    assert isinstance(tuned, Tuned)
     print(
-        f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)} (measured); time over that, "
-        "by budget, predicted with the costs that the runs measured (bound: of any method; -: no plan was found)"
+        f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)}. Time over that, by budget "
+        "(a budget that was run: as it was predicted before):"
     )
+    held = [at for at in tuned.curve if at.predicted is not None or at.run is not None]
     rows = []
-    for at in tuned.curve:
-        refuted = at.share <= tuned.refuted_share
-        note = "knee" if at.share == tuned.knee_share and not refuted else ""
-        if tuned.proposal is not None and at.share == tuned.proposal.share:
-            note = "knee, proposal" if note else "proposal"
-        bar = "" if at.simulated is None else "#" * min(20, round(20 * (at.simulated - 1)))
+    for at in held:
+        run = at.run
+        chosen = tuned.proposal is not None and at.share == tuned.proposal.share
         rows.append(
             [
-                f"{at.share} %",
                 show_size(at.budget_bytes),
-                _factor(at.simulated) + "?" * (refuted and at.simulated is not None),
-                _factor(at.lower_bound),
-                _factor(at.measured) if at.measured is not None else at.why or "",
-                (note or bar).ljust(20),
+                f"{at.share} %",
+                show_size(run.peak_bytes) if run is not None and run.peak_bytes else "",
+                _factor(at.predicted),
+                "" if run is None else run.why or _factor(run.slowdown, run.doubt),
+                "<- proposal" if chosen else "",
             ]
         )
-    table(["of the need", "budget", "predicted", "bound", "measured", ""], rows)
-    if tuned.refuted_share:
-        print(
-            f"?: the run in {tuned.refuted_share} % took longer than predicted, so predictions from there on are too low"
-        )
+    table(["budget", "of the need", "peak", "predicted", "measured", ""], rows)
+    if len(held) < len(tuned.curve):
+        print(f"below {held[-1].share} % no plan was found")
     for size, name in device_sizes(tuned.need_bytes):
         print(f"{100 * size / tuned.need_bytes:.0f} % of the need is the memory of {name}")
     if args.picture is not None:
@@ -224,26 +215,29 @@ def _show(tuned: object, args: argparse.Namespace, device: str) -> None:
     _show_proposal(tuned, args, device)
 
 
-def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None:
-    from memmgr.tools.tune.search import Tuned
-
-    assert isinstance(tuned, Tuned)
+def _show_proposal(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
     made = tuned.proposal
-    # Nor can a run under a budget be much faster than one without.
-    busy = tuned.noise > NOISY or any(at.measured is not None and at.measured * NOISY < 1 for at in tuned.curve)
-    if busy:
-        noisy = f"runs without a budget took up to {_factor(tuned.noise)} of one another's time"
-        seen = noisy if tuned.noise > NOISY else "a run in a budget took less time than those without one"
-        used = ", ".join(f"{at.share} %: {_factor(at.processor)}" for at in tuned.curve if at.processor is not None)
+    runs = [at.run for at in tuned.curve if at.run is not None and at.run.slowdown is not None]
+    busy = any(run.doubt > DOUBTFUL or (run.slowdown or 1.0) * NOISY < 1 for run in runs)
+    if runs and not tuned.in_turns:
         print(
-            f"the machine was busy: {seen}, so measured times say little"
+            "runs were compared one after the other (there is no memory for both at a time): load falsifies their times"
+        )
+    if busy:
+        used = ", ".join(
+            f"{at.share} %: {_factor(at.run.processor)}"
+            for at in tuned.curve
+            if at.run is not None and at.run.processor
+        )
+        print(
+            "the machine was busy: equal passes differ, so measured times say little"
             + (f". By processor time, without waiting: {used}" if used else "")
         )
-    if made is not None:
+    if made is not None and made.run is not None:
         print(
             f"proposal{' (run this again on an idle machine to confirm it)' * busy}: {show_size(made.budget_bytes)}, "
-            f"{made.share} % of the need: measured {_factor(made.measured)} over {made.passes} passes, predicted "
-            f"{_factor(made.simulated)}\n"
+            f"{made.share} % of the need: measured {_factor(made.measured, made.run.doubt)} over {made.run.passes} passes, "
+            f"predicted {_factor(made.predicted)}\n"
             f"  {_command(args, show_size(made.budget_bytes))}"
         )
     elif tried := [at for at in tuned.curve if at.measured is not None]:
@@ -254,7 +248,7 @@ def _show_proposal(tuned: object, args: argparse.Namespace, device: str) -> None
             f"  {best}\n  memmgr report run.jsonl"
         )
     else:
-        why = next((at.why for at in tuned.curve if at.why), "no smaller budget is predicted to hold")
+        why = next((at.run.why for at in tuned.curve if at.run is not None), "no smaller budget is predicted to hold")
         print(f"no proposal within {_factor(tuned.most)}: {why}")
     if device != "cpu":
         print(f"all memory of the device, so that it is slower instead of out of memory:\n  {_command(args, 'device')}")
@@ -272,12 +266,11 @@ def _command(args: argparse.Namespace, budget: str, arguments: list[str] | None 
 # ---- batch ---------------------------------------------------------------------------------------------------------
 
 
-def _largest_batch(args: argparse.Namespace, runner: Runner, job: Job, batch: Batch, most: float | None) -> int:
+def _largest_batch(args: argparse.Namespace, runner: Runner, batch: Batch, most: float) -> int:
     budget = args.budget or "device"
-    most = MOST if most is None and args.budget is None else most
-    plain = runner.plain(batch)
-    now = args.batch_now or batch_search.own_size(batch, job, plain)
-    rows, best = batch_search.search(runner, batch, now, plain, budget, most, _say)
+    plain = runner.probe(batch)
+    now = args.batch_now or batch_search.own_size(batch, runner.job, plain)
+    rows, best = batch_search.search(runner, batch, now, plain.samples, budget, _fixed(args), most, _say)
     if args.json:
         print(
             json.dumps(
@@ -297,18 +290,18 @@ def _largest_batch(args: argparse.Namespace, runner: Runner, job: Job, batch: Ba
                 str(row.batch),
                 show_size(row.need_bytes) if row.need_bytes else "",
                 show_seconds(row.seconds) if row.seconds else "",
-                _factor(row.slowdown) if row.slowdown is not None else "",
-                row.error or ("now" if row.batch == now else ""),
+                _factor(row.slowdown, row.doubt) if row.slowdown is not None else "",
+                "<- proposal" if row is best else row.error or ("now" if row.batch == now else ""),
             ]
             for row in rows
         ],
     )
     if best is None:
-        print(f"no batch holds in {budget}" + (f" within {_factor(most)} a sample" if most is not None else ""))
+        print(f"no batch holds in {budget} within {_factor(most)} a sample; --slowdown accepts a larger one")
         return 1
     print(
-        f"the largest batch in {budget}: {best.batch} (now {now}); a sample takes {_factor(best.slowdown)} the time of now "
-        "without a budget"
+        f"the largest batch in {budget}: {best.batch} (now {now}); a sample takes {_factor(best.slowdown, best.doubt)} the time "
+        "of now without a budget"
     )
     print(f"  {_with_batch(args, batch, best.batch, budget)}")
     return 0

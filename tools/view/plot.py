@@ -62,17 +62,13 @@ class Marks:
     """Budgets that a picture of slowdowns points out.
 
     Attributes:
-        measured: share of the need, and time over unmanaged, of runs.
-        noise: the slowest of equal runs over the fastest: the measured times are drawn with as much doubt up and down.
-        knee: share and time of the smallest budget that is predicted to keep the limit; None: not known.
+        measured: share of the need, time over unmanaged, and doubt of that time, of runs.
         proposal: share and time of the budget that is proposed; None: none is.
         sizes: shares of the need, and the names of the devices that have so much memory.
         limit: the largest time over unmanaged that was asked for.
     """
 
-    measured: Sequence[tuple[float, float]] = ()
-    noise: float = 1.0
-    knee: tuple[float, float] | None = None
+    measured: Sequence[tuple[float, float, float]] = ()
     proposal: tuple[float, float] | None = None
     sizes: Sequence[tuple[float, str]] = ()
     limit: float | None = None
@@ -87,15 +83,11 @@ def _mark(axes: Axes, marks: Marks) -> None:
         )  # fmt: skip
     if marks.limit is not None:
         axes.axhline(marks.limit, color="#c0202a", linewidth=0.9, linestyle=(0, (5, 3)), label="asked for at most")
-    if marks.knee is not None:
-        axes.plot(*marks.knee, "v", color=COLOURS[4], markersize=8, label="knee (predicted)", zorder=4)
     if marks.measured:
-        ratios, factors = zip(*marks.measured, strict=True)
-        doubt = [[f - f / marks.noise for f in factors], [f * marks.noise - f for f in factors]]
-        label = f"measured (equal runs differ by {marks.noise - 1:.0%})"
+        ratios, factors, doubts = zip(*marks.measured, strict=True)
         axes.errorbar(
-            ratios, factors, yerr=doubt, fmt="D", color=COLOURS[3], markersize=6, elinewidth=0.9, capsize=3, label=label,
-            zorder=5,
+            ratios, factors, yerr=doubts, fmt="D", color=COLOURS[3], markersize=6, elinewidth=0.9, capsize=3,
+            label="measured", zorder=5,
         )  # fmt: skip
     if marks.proposal is not None:
         axes.plot(*marks.proposal, "o", markersize=15, fillstyle="none", color=COLOURS[2], label="proposal", zorder=6)
@@ -165,10 +157,15 @@ def _tell_where_none_is_left(axes: Axes, rows: Sequence[Sequence[Point]], text: 
 
 def _reach(rows: Sequence[Sequence[Point]], marks: Marks | None) -> tuple[float, float]:
     """The least and the largest time that a picture of slowdowns shows."""
-    marked = () if marks is None else (marks.limit or 1.0, *(factor * marks.noise for _, factor in marks.measured))
+    marked = () if marks is None else (marks.limit or 1.0, *(factor + doubt for _, factor, doubt in marks.measured))
     highest = max([1.05, *marked, *(result.overhead or 1.0 for row in rows for result in row)])
     room = 1.05 if marks is None else 1.4  # for the legend, above a line
-    lowest = min([1.0, *(0.98 * factor / marks.noise for _, factor in marks.measured)]) if marks is not None else 1.0
+    drawn = [result.overhead for row in rows for result in row if result.overhead is not None]
+    lowest = (
+        1.0
+        if marks is None
+        else min([1.0, *(0.98 * f for f in drawn), *(0.98 * (f - d) for _, f, d in marks.measured)])
+    )
     return lowest, min(1 + room * (highest - 1), _HIGHEST)
 
 
