@@ -199,3 +199,19 @@ def test_an_eviction_by_name_records_the_pass() -> None:
             (weight * x).sum().backward()
         assert described(x)[0] == "by_name"
         assert passes[1] == passes[0] + 1
+
+
+def test_own_time_of_a_thread_that_did_not_run_counts_once() -> None:
+    """The pager measures one op in 64 and counts it for all. Here each look at the clock takes a microsecond, or ten milliseconds."""
+    pager, x = binding.load(), torch.randn(1 << 16)
+    own = []
+    with memmgr.budget("1GB", quiet=True):
+        for ticks, measured in ((3000, 20), (30_000_000, 1)):
+            before = pager.stats()["own_ns"]
+            pager.count_ticks(ticks)
+            for _ in range(64 * measured):
+                x.add_(1)
+            pager.count_ticks(0)
+            own.append(1e-9 * (pager.stats()["own_ns"] - before))
+    assert 64 * 20 * 5e-7 < own[0] < 64 * 20 * 1e-4
+    assert 5e-3 < own[1] < 0.3  # and not 64 times as much

@@ -273,6 +273,38 @@ def taken_over(limit: str) -> dict[str, Any]:
     }
 
 
+def taken_over_beside_a_backward(limit: str) -> bool:
+    """Can a tensor of torch's own allocator leave, where another thread was in a backward when the budget opened?"""
+    import threading
+
+    import torch
+
+    held = torch.full((MIB,), 1.0).cuda()
+    begun, opened = threading.Event(), threading.Event()
+
+    def wait(gradient: Any) -> None:
+        begun.set()
+        opened.wait(60)
+
+    def train() -> None:
+        leaf = torch.ones(4, requires_grad=True)
+        leaf.register_hook(wait)
+        leaf.sum().backward()
+
+    other = threading.Thread(target=train)
+    other.start()
+    begun.wait(60)
+    import memmgr
+    from memmgr.native import binding
+
+    with memmgr.budget(int(limit), quiet=True, policy="offload"):
+        opened.set()
+        other.join()
+        left = binding.load().take_away(held) > 0
+    assert float(held[3].cpu()) == 1
+    return left
+
+
 def threads(limit: str, first: str) -> dict[str, Any]:
     """Four threads, each with a stream of its own."""
     import threading

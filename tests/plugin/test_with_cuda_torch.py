@@ -178,6 +178,10 @@ def test_tensors_from_before_memmgrs_allocator_page_if_nobody_else_has_them(mode
     assert found["offloads"] > 0 and found["resident_bytes.peak"] <= found["budget_bytes"]
 
 
+def test_tensors_stay_torchs_if_another_thread_is_in_a_backward_while_memmgr_takes_over() -> None:
+    assert _run("taken_over_beside_a_backward", "80000000") is False
+
+
 def test_addresses_from_before_a_budget_stay() -> None:
     found = _run("before", "100000000")
     assert found["taken"] == [False, True, True, False, False]

@@ -143,7 +143,8 @@ class OwnTime {
     if (C10_LIKELY(!begun_) || the_session.counters.trials.load(std::memory_order_relaxed) != trials_) return;
     const double spent =
         seconds_of_ticks(ticks() - begun_) - op_seconds - 1e-9 * static_cast<double>(waited_ns() - waited_);
-    if (spent > 0) the_session.counters.own_ns += static_cast<uint64_t>(spent * 1e9 * kEvery);
+    const double times = spent < kPreempted ? kEvery : 1;
+    if (spent > 0) the_session.counters.own_ns += static_cast<uint64_t>(spent * 1e9 * times);
   }
   OwnTime(const OwnTime&) = delete;
   OwnTime& operator=(const OwnTime&) = delete;
@@ -153,6 +154,7 @@ class OwnTime {
 
  private:
   static constexpr uint32_t kEvery = 64;
+  static constexpr double kPreempted = 2e-3;  // seconds: the thread did not run, which did not happen to 64 ops
   uint64_t begun_ = 0, waited_ = 0, trials_ = 0;
 };
 

@@ -5,9 +5,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <chrono>
 #include <new>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -336,11 +338,24 @@ uint64_t py_adopt_all(TensorList tensors, bool stay) {
   return bytes;
 }
 
+// Waits until no other thread is in an op or sets gradients; a second at most. True: none begins one before the caller
+// releases the GIL.
+bool others_rest() {
+  for (int i = 0; i < 200; ++i) {
+    give_others_a_moment();
+    if (!others_are_in_their_ops() && elsewhere() != Elsewhere::kGradients && wait_until_kernel_is_left(0)) return true;
+    const WithoutGil released;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return false;
+}
+
 // Moves tensors from torch's own memory to the pool's. A tensor or storage with a reference that is not known here (a
-// DLPack capsule, a reducer's bucket, a saved tensor) stays: its owner may have the address. Returns the bytes.
+// DLPack capsule, a reducer's bucket, a saved tensor) stays: its owner may have the address. All stay where another
+// thread's ops do not end. Returns the bytes.
 uint64_t py_move_in(TensorList tensors) {
   Pool* pool = the_session.pool;
-  if (!the_session.open || !pool->earlier()) return 0;
+  if (!the_session.open || !pool->earlier() || !others_rest()) return 0;
   std::unordered_set<const c10::TensorImpl*> wrapped;
   std::unordered_map<const c10::TensorImpl*, size_t> references;
   std::unordered_map<c10::StorageImpl*, std::unordered_set<const c10::TensorImpl*>> users;
