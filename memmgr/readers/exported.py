@@ -5,11 +5,13 @@ From `import memmgr` on, `Tensor.numpy`, `Tensor.__dlpack__`, `to_dlpack`, `Tens
 the others while the storage lives. Slices of a mapped file may leave: the pager knows their ranges.
 
 Known limitations: an array, a capsule or a slice from before `import memmgr` is not known, nor is a bare address
-(`data_ptr()`) or a use of DLPack's table of C functions from before the budget.
+(`data_ptr()`), a call of `to_dlpack` by a name that was bound before `import memmgr`, or a use of DLPack's table of C
+functions from before the budget.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -100,8 +102,9 @@ def _noting(original: Callable[..., Any], note: Callable[[torch.Tensor, Any], No
     @functools.wraps(original)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = original(tensor, *args, **kwargs)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            note(tensor, made)
+        if isinstance(tensor, torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):  # it has no storage
+                note(tensor, made)
         return made
 
     call._memmgr = True  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@
 #include "cells/file_range.h"
 #include "cells/fixed_memory.h"
 #include "cells/freeze.h"
+#include "cells/lifetime.h"
 #include "cells/types.h"
 #include "concurrency/python_threads.h"
 #include "dispatch/the_session.h"
@@ -171,12 +172,6 @@ struct FormerCell {
 
 // The GIL is held.
 NoDestructor<std::vector<FormerCell>> former_cells;
-
-// Returns true if the address that was handed out is in use for as long as the storage lives (rule 9). Addresses of
-// NumPy and DLPack are recorded with their arrays (memmgr/readers/exported.py).
-bool outlives_budget(Escape why) {
-  return why == Escape::kPointer || why == Escape::kForeignWrite || why == Escape::kCaptured;
-}
 
 // Bytes that move back to a mapping are in memory twice until the pool's pages are given back.
 constexpr uint64_t kTrimEach = uint64_t{32} << 20;
