@@ -216,6 +216,36 @@ def captured_earlier(mode: str, seed: int) -> dict[str, Any]:
     return found
 
 
+def captured_elsewhere(mode: str, seed: int) -> dict[str, Any]:
+    """A graph is captured on one device in a budget of another one. Then a budget opens on its own."""
+    managed._start(mode, seed, memory_bytes=1 << 27, devices=2)
+    module: Any = torch.get_device_module(DEVICE)
+    where, options = f"{DEVICE}:1", {"quiet": True, "host": "16MB"}
+    graph = module.Graph()
+    with torch.accelerator.device_index(1):
+        with memmgr.budget("16MB", device=where, **options):
+            x, w = (torch.full((N,), value).to(where) for value in (1.0, 2.0))
+        with memmgr.budget("16MB", device=f"{DEVICE}:0", **options), torch.accelerator.device_index(1):
+            stream = torch.Stream(where)
+            stream.wait_stream(torch.accelerator.current_stream())
+            with stream, _capture(graph), torch.no_grad():
+                y = (x * w).sin()
+            torch.accelerator.current_stream().wait_stream(stream)
+        with (
+            warnings.catch_warnings(record=True, action="always") as warned,
+            memmgr.budget("16MB", device=where, **options),
+        ):
+            _all_leaves()
+            x.copy_(torch.full((N,), 5.0))
+            for at in (0, 1):
+                torch.accelerator.synchronize(at)
+            graph.replay()
+            for at in (0, 1):
+                torch.accelerator.synchronize(at)
+            right = torch.equal(y.cpu(), (torch.full((N,), 5.0) * 2.0).sin())
+    return {"right": right, "warned": len(warned)}
+
+
 PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     "whole_step": whole_step,
     "two_graphs": two_graphs,
