@@ -43,7 +43,11 @@ bool adoptable(const Session& session, const c10::StorageImpl* s) {
 
 void grows_in_pool(const Session& session, c10::StorageImpl* s) {
   static c10::Allocator* const torchs = c10::GetDefaultCPUAllocator();
-  if (s->allocator() == torchs && session.pool && session.pool->on_host()) s->set_allocator(session.pool->allocator());
+  Pool* pool = session.pool;
+  const c10::Allocator* now = s->allocator();
+  if (!now || !pool) return;
+  if (now == torchs ? pool->on_host() : pool->earlier() && now->raw_deleter() == pool->earlier())
+    s->set_allocator(pool->allocator());
 }
 
 Cell* (*adopt_mapped)(Session& session, c10::StorageImpl* s, uint32_t pins) = nullptr;

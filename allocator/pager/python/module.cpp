@@ -293,6 +293,7 @@ uint64_t py_adopt_all(TensorList tensors, bool stay) {
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (the_session.pool->earlier()) grows_in_pool(the_session, s);  // small and empty ones, too
     if (is_small(the_session.options, s)) return;
     (adoptable(the_session, s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
@@ -335,7 +336,8 @@ uint64_t py_adopt_all(TensorList tensors, bool stay) {
 // DLPack capsule, a reducer's bucket, a saved tensor) stays: its owner may have the address. Returns the bytes.
 uint64_t py_move_in(TensorList tensors) {
   Pool* pool = the_session.pool;
-  if (!the_session.open || !pool->earlier()) return 0;
+  // Another thread's backward replaces gradients, and writes to them, without the GIL.
+  if (!the_session.open || !pool->earlier() || elsewhere() == Elsewhere::kGradients) return 0;
   std::unordered_set<const c10::TensorImpl*> wrapped;
   std::unordered_map<const c10::TensorImpl*, size_t> references;
   std::unordered_map<c10::StorageImpl*, std::unordered_set<const c10::TensorImpl*>> users;
