@@ -323,6 +323,9 @@ uint64_t py_adopt_all(TensorList tensors, bool stay) {
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(the_session, s.get())) bytes += c->nbytes;
+  if (stay)  // ops of other threads have made cells since the budget opened
+    for (auto& [c, s] : all_cells())
+      if (c->escape == Escape::kNone && !c->small) escaped.emplace_back(s, Escape::kCaptured);
   for (const StoragePtr& s : others) count_fixed(the_session, s.get());
   {
     const WithoutGil released;
