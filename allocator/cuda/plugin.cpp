@@ -87,6 +87,7 @@ class Allocator final : public CUDAAllocator {
   // Its cached memory goes back to the device if that is `worth` it: blocks of so many bytes were freed.
   bool TrimEarlier(uint64_t worth) {
     if (C10_LIKELY(!earlier_.torchs()) || earlier_.freed_bytes() < worth) return false;
+    if (active_pools_.load() > 0) return false;  // a capture that another thread has begun forbids it
     earlier_.Trim();
     return true;
   }
@@ -340,17 +341,31 @@ class Allocator final : public CUDAAllocator {
                            std::function<bool(cudaStream_t)>) override {
     TORCH_CHECK(mm_device_begin_pool(At(ordinal).device(), pool.first, pool.second) == 0,
                 "memmgr: no more pools of memory can be kept apart");
+    active_pools_++;
     AddUse(ordinal, pool, 1);
   }
   void endAllocateToPool(c10::DeviceIndex ordinal, c10::MempoolId_t pool) override {
-    if (Meter* meter = Opened(ordinal)) mm_device_end_pool(meter->device(), pool.first, pool.second);
-  }
-  void releasePool(c10::DeviceIndex ordinal, c10::MempoolId_t pool) override {
     Meter* meter = Opened(ordinal);
-    if (meter && mm_device_release_pool(meter->device(), pool.first, pool.second) == 0)
-      AddUse(ordinal, pool, -1);
-    else if (CUDAAllocator* torchs = earlier_.torchs())
-      torchs->releasePool(ordinal, pool);
+    if (meter && mm_device_end_pool(meter->device(), pool.first, pool.second) == 0) active_pools_--;
+  }
+  // Uses of a pool that torch's own allocator has, too, are not told from ours: all end with the last one.
+  void releasePool(c10::DeviceIndex ordinal, c10::MempoolId_t pool) override {
+    int theirs = EarlierUses(ordinal, pool), ours = 0;
+    {
+      std::lock_guard hold(pools_lock_);
+      const auto key = std::make_pair(ordinal, pool);
+      if (const auto found = pools_.find(key); found != pools_.end()) ours = found->second;
+      if (theirs > 0 && ours > 0) {
+        if (++ended_uses_[key] < theirs + ours) return;
+        ended_uses_.erase(key);
+      } else {
+        (ours > 0 ? ours : theirs) = 1;
+      }
+    }
+    for (; theirs > 0; --theirs) earlier_.torchs()->releasePool(ordinal, pool);
+    Meter* meter = Opened(ordinal);
+    for (; ours > 0; --ours)
+      if (meter && mm_device_release_pool(meter->device(), pool.first, pool.second) == 0) AddUse(ordinal, pool, -1);
   }
   void createOrIncrefPool(c10::DeviceIndex ordinal, c10::MempoolId_t pool,
                           std::shared_ptr<CUDAAllocator> allocator) override {
@@ -361,11 +376,11 @@ class Allocator final : public CUDAAllocator {
     endAllocateToPool(ordinal, pool);
   }
   int getPoolUseCount(c10::DeviceIndex ordinal, c10::MempoolId_t pool) override {
+    const int theirs = EarlierUses(ordinal, pool);
     std::lock_guard hold(pools_lock_);
-    const auto found = pools_.find({ordinal, pool});
-    if (found != pools_.end()) return found->second;
-    CUDAAllocator* torchs = earlier_.torchs();
-    return torchs ? torchs->getPoolUseCount(ordinal, pool) : 0;
+    const auto key = std::make_pair(ordinal, pool);
+    const auto ours = pools_.find(key), ended = ended_uses_.find(key);
+    return theirs + (ours == pools_.end() ? 0 : ours->second) - (ended == ended_uses_.end() ? 0 : ended->second);
   }
   // Memory is one arena: out of memory, a pool's free blocks stay the pool's, and any block is split.
   void setUseOnOOM(c10::DeviceIndex, c10::MempoolId_t, bool) override {}
@@ -491,6 +506,15 @@ class Allocator final : public CUDAAllocator {
     }
   }
 
+  // Returns the uses of a pool of torch's own allocator.
+  int EarlierUses(c10::DeviceIndex ordinal, c10::MempoolId_t pool) {
+    CUDAAllocator* torchs = earlier_.torchs();
+    try {
+      return torchs ? torchs->getPoolUseCount(ordinal, pool) : 0;
+    } catch (const c10::Error&) {
+      return 0;  // it has no such pool
+    }
+  }
   void AddUse(c10::DeviceIndex ordinal, c10::MempoolId_t pool, int uses) {
     std::lock_guard hold(pools_lock_);
     const auto key = std::make_pair(ordinal, pool);
@@ -511,7 +535,8 @@ class Allocator final : public CUDAAllocator {
   std::mutex observers_lock_;
   std::vector<OutOfMemoryObserver> observers_;
   std::mutex pools_lock_;
-  std::map<std::pair<c10::DeviceIndex, c10::MempoolId_t>, int> pools_;
+  std::map<std::pair<c10::DeviceIndex, c10::MempoolId_t>, int> pools_, ended_uses_;
+  std::atomic<int> active_pools_{0};
 };
 
 Allocator& Ours() {

@@ -255,8 +255,8 @@ class Pager:
         `stay`: they, and what is adopted later, keep their addresses. The result is their bytes.
         """
 
-    def move_in(self, tensors: list[torch.Tensor], /) -> int:
-        """Moves these tensors from the memory of torch's own allocator to the pool's, where nothing else refers to their storages.
+    def move_in(self, tensors: list[torch.Tensor], exported: list[Any]) -> int:
+        """Moves these tensors, without those exported, from the memory of torch's own allocator to the pool's, where nothing else refers to their storages.
 
         The result is their bytes.
         """

@@ -43,6 +43,7 @@ NOT_NATIVE = (
 )
 
 _library: ctypes.CDLL | None = None
+_took_over = False  # from torch's own allocator, and no budget has opened since
 _torchs = 0  # the address of the table of torch's own allocator, once a budget may be kept in it
 _why: str | None = "memmgr has not looked yet"
 
@@ -198,7 +199,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _put_in_place(take_over: bool) -> str | None:
-    global _library
+    global _library, _took_over
     if _asked_for_torchs() or _torchs:
         return LEFT
     if torch.cuda.is_initialized():
@@ -221,7 +222,7 @@ def _put_in_place(take_over: bool) -> str | None:
     named = driver.encode() if driver else None
     if library.mm_cuda_install(named, MEMORIES[memory], error_text, len(error_text)) != 0:
         return error_text.value.decode()
-    _library = library
+    _library, _took_over = library, torch.cuda.is_initialized()
     return None
 
 
@@ -239,6 +240,13 @@ def install(*, take_over: bool = False) -> str | None:
     except Exception as error:  # an import that fails would be our fault
         _why = f"{type(error).__name__}: {error}"
     return _why
+
+
+def just_took_over() -> bool:
+    """Has the allocator taken over from torch's own since the last call? A budget on CUDA asks when it opens."""
+    global _took_over
+    result, _took_over = _took_over, False
+    return result
 
 
 def in_place() -> bool:

@@ -40,7 +40,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Graphs whose last capture was in a budget: the pager knows the tensors."""
+"""Graphs whose last capture was in a budget of the same device: the pager knows the tensors."""
 
 
 def captured_earlier(found: Iterable[Any], device: torch.device) -> bool:
@@ -102,7 +102,8 @@ class Captures:
             try:
                 self._pager.begin_capture()
                 result = original(graph, *args, **kwargs)
-                _seen.add(graph)
+                if self._device.type != "cpu" and torch.accelerator.current_device_index() == self._device.index:
+                    _seen.add(graph)
                 return result
             except BaseException:
                 self._ended(graph)

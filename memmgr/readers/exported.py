@@ -5,12 +5,14 @@ From `import memmgr` on, `Tensor.numpy`, `Tensor.__dlpack__`, `to_dlpack`, `Tens
 the others while the storage lives. Slices of a mapped file may leave: the pager knows their ranges.
 
 Known limitations: an array, a capsule or a slice from before `import memmgr` is not known, nor is a bare address
-(`data_ptr()`) or a use of DLPack's table of C functions from before the budget.
+(`data_ptr()`), or a use of DLPack's table of C functions from before the budget.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,8 +45,12 @@ class Exported:
         if hasattr(torch.Tensor.numpy, "_memmgr"):
             return
         setattr(torch.Tensor, "numpy", _noting(torch.Tensor.numpy, self._note_array))  # noqa: B010
+        bound = torch.utils.dlpack.to_dlpack
         for owner, name in DLPACK:
             setattr(owner, name, _noting(getattr(owner, name), self._note_storage))
+        for module in list(sys.modules.values()):  # that have it by `from torch.utils.dlpack import to_dlpack`
+            if getattr(module, "__dict__", {}).get("to_dlpack") is bound:
+                module.to_dlpack = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
         interface = vars(torch.Tensor)["__cuda_array_interface__"].fget
         setattr(torch.Tensor, "__cuda_array_interface__", property(_noting(interface, self._note_storage)))  # noqa: B010
         setattr(torch.UntypedStorage, "__getitem__", self._noting_slices(torch.UntypedStorage.__getitem__))  # noqa: B010
@@ -100,8 +106,9 @@ def _noting(original: Callable[..., Any], note: Callable[[torch.Tensor, Any], No
     @functools.wraps(original)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = original(tensor, *args, **kwargs)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            note(tensor, made)
+        if isinstance(tensor, torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):  # it has no storage
+                note(tensor, made)
         return made
 
     call._memmgr = True  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from memmgr.common.threads import Rationed
 from memmgr.config.sizes import UNLIMITED, show_size
 from memmgr.distributed.job import Job
 from memmgr.native import binding as native
+from memmgr.native import cuda
 from memmgr.native.device import DRIVER_VARIABLE, host_bytes, host_bytes_in_group, shares_host_memory
 from memmgr.observe import slowness
 from memmgr.observe.explainer import Explainer
@@ -32,6 +33,7 @@ from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
 from memmgr.readers.captures import captured_earlier, graph_classes, is_capturing
 from memmgr.readers.exported import exported
+from memmgr.readers.raw import storages
 from memmgr.readers.readers import Readers
 from memmgr.telemetry.publisher import Telemetry
 
@@ -262,7 +264,8 @@ class PagerRuntime:
         if self.native.others_wait():
             known += self.native.gradients_of(known)
             saved = saved_without_hooks(known, config.device)
-        if not stay:
+        # In a later budget a graph or a reader of an earlier one may have the addresses.
+        if config.device.type == "cuda" and cuda.just_took_over() and not stay:
             self._move_in(known)
         self.native.adopt_all(known, stay)
         if stay and (kept := self.native.stats()["escaped_bytes"]):
@@ -278,15 +281,13 @@ class PagerRuntime:
         return functions
 
     def _move_in(self, known: list[torch.Tensor]) -> None:
-        """Tensors move from torch's memory to the arena if CUDA was in use before memmgr's allocator came. `settle` evicts
-        those beyond the limit. A tensor that has been exported stays where it is.
+        """Tensors move from torch's memory to the arena. `settle` evicts those beyond the limit. A tensor that has been exported
+        stays where it is.
         """
         pager, limit = self.native, min(self.config.limit_bytes, UNLIMITED)
-        held = [*exported.owners(), *exported.sliced()]  # each is one more reference to its storage
         pager.set_limit(UNLIMITED)
-        pager.move_in(known)
+        pager.move_in(known, storages([*exported.owners(), *exported.sliced()]))
         pager.set_limit(limit)
-        held.clear()
 
     def _ended_pass(self, ended: Pass) -> None:
         self.telemetry.ended_pass(

@@ -6,6 +6,7 @@ it or query events (`fake_capture_violations` counts them). A replay writes to t
 
 import contextlib
 import ctypes
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ import memmgr  # isort: skip
 from memmgr.api import budget as budgets  # isort: skip
 from memmgr.native import binding  # isort: skip
 from memmgr.readers import captures  # isort: skip
+from memmgr.runtime import session  # isort: skip
 
 N = 16384
 EVICT, OFFLOAD = 0, 1
@@ -214,6 +216,68 @@ def captured_earlier(mode: str, seed: int) -> dict[str, Any]:
         found[captures_in] = {"right": right, "offloads": offloads, "warned": [str(w.message) for w in warned]}
         del taken, graph, x, y, w, other
     return found
+
+
+def captured_beside(mode: str, seed: int) -> dict[str, Any]:
+    """A graph is older than the budget, and an op of another thread touches its tensors before the opening looks for them."""
+    managed._start(mode, seed, memory_bytes=1 << 27)
+    options: dict[str, Any] = {"device": DEVICE, "quiet": True, "host": "16MB"}
+    with memmgr.budget("16MB", **options):
+        x = torch.ones(N).to(DEVICE)
+    module: Any = torch.get_device_module(DEVICE)
+    graph = module.Graph()
+    with torch.Stream(DEVICE), _capture(graph), torch.no_grad():
+        y = x.sin()
+    torch.accelerator.synchronize()
+    take_stock = session.PagerRuntime._take_stock
+
+    def touch_first(runtime: Any) -> list[Any]:
+        thread = threading.Thread(target=x.neg)
+        thread.start()
+        thread.join()
+        return take_stock(runtime)
+
+    with mock.patch.object(session.PagerRuntime, "_take_stock", touch_first), warnings.catch_warnings(action="ignore"):
+        opened = memmgr.budget("16MB", **options).__enter__()
+    _all_leaves()
+    taken = [torch.full((N,), 7.0).to(DEVICE) for _ in range(8)]
+    x.copy_(torch.full((N,), 5.0))
+    graph.replay()
+    torch.accelerator.synchronize()
+    right = torch.equal(y.cpu(), torch.full((N,), 5.0).sin())
+    del taken
+    opened.__exit__(None, None, None)
+    return {"right": right}
+
+
+def captured_elsewhere(mode: str, seed: int) -> dict[str, Any]:
+    """A graph is captured on one device in a budget of another one. Then a budget opens on its own."""
+    managed._start(mode, seed, memory_bytes=1 << 27, devices=2)
+    module: Any = torch.get_device_module(DEVICE)
+    where, options = f"{DEVICE}:1", {"quiet": True, "host": "16MB"}
+    graph = module.Graph()
+    with torch.accelerator.device_index(1):
+        with memmgr.budget("16MB", device=where, **options):
+            x, w = (torch.full((N,), value).to(where) for value in (1.0, 2.0))
+        with memmgr.budget("16MB", device=f"{DEVICE}:0", **options), torch.accelerator.device_index(1):
+            stream = torch.Stream(where)
+            stream.wait_stream(torch.accelerator.current_stream())
+            with stream, _capture(graph), torch.no_grad():
+                y = (x * w).sin()
+            torch.accelerator.current_stream().wait_stream(stream)
+        with (
+            warnings.catch_warnings(record=True, action="always") as warned,
+            memmgr.budget("16MB", device=where, **options),
+        ):
+            _all_leaves()
+            x.copy_(torch.full((N,), 5.0))
+            for at in (0, 1):
+                torch.accelerator.synchronize(at)
+            graph.replay()
+            for at in (0, 1):
+                torch.accelerator.synchronize(at)
+            right = torch.equal(y.cpu(), (torch.full((N,), 5.0) * 2.0).sin())
+    return {"right": right, "warned": len(warned)}
 
 
 PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {

@@ -102,3 +102,11 @@ def test_a_graph_that_was_captured_before_the_budget_finds_its_tensors_in_place(
         assert warned.startswith(
             "memmgr: a graph was captured before the budget opened, so all tensors from before it stay"
         )
+
+
+def test_a_graph_of_another_budgets_device_is_not_known() -> None:
+    assert child.run("captured_elsewhere", module="memdev.graphs", mode="late", seed=0) == {"right": True, "warned": 1}
+
+
+def test_tensors_that_another_thread_touches_while_the_budget_opens_stay_for_an_older_graph() -> None:
+    assert child.run("captured_beside", module="memdev.graphs", mode="late", seed=0) == {"right": True}

@@ -271,6 +271,27 @@ def test_an_export_from_before_the_budget_stays(name: str) -> None:
     del kept
 
 
+@pytest.mark.parametrize("name", [name for name in ESCAPED if "data_ptr" not in name])
+@pytest.mark.rule(9)
+def test_an_export_of_a_subclass_from_before_the_budget_stays(name: str) -> None:
+    t = torch.arange(65536.0).as_subclass(type("Sub", (torch.Tensor,), {}))
+    kept = ESCAPED[name](t)
+    with memmgr.budget("1GB", quiet=True):
+        assert native.load().take_away(t) == 0
+    del kept
+
+
+@pytest.mark.rule(9)
+def test_an_address_stays_in_later_budgets_whichever_escape_came_first() -> None:
+    with memmgr.budget("1GB", quiet=True):
+        t = torch.arange(65536.0)
+        array, address = t.numpy(), t.data_ptr()
+    del array
+    with memmgr.budget("1GB", quiet=True):
+        assert native.load().take_away(t) == 0
+        assert t.data_ptr() == address
+
+
 def test_saving_a_model_larger_than_the_budget_pins_nothing(
     tmp_path: Path, pager: native.Pager, large_only: None, beyond: Callable[[str], int]
 ) -> None:

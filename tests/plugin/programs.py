@@ -305,6 +305,65 @@ def taken_over_beside_a_backward(limit: str) -> bool:
     return left
 
 
+def taken_over_in_use(limit: str) -> dict[str, Any]:
+    """After the takeover: storages of torch's own grow, a graph shares its pool with one from before that ends, and a thread
+    frees and asks for memory while another one captures."""
+    import gc
+    import threading
+
+    import torch
+    from torch.utils import dlpack
+
+    def capture(pool: Any) -> tuple[Any, int]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            between = torch.empty_like(source)
+            between.copy_(source)
+            result.copy_(between)
+        return graph, between.data_ptr()
+
+    source, result = torch.full((MIB,), 5.0).cuda(), torch.empty(MIB, device="cuda")
+    empty, few = torch.empty(0, device="cuda"), torch.empty(8, device="cuda")
+    large = [torch.empty(20 * MIB, device="cuda")]
+    kept = [dlpack.to_dlpack(large[0])]
+    pool = torch.cuda.graph_pool_handle()
+    first, _ = capture(pool)
+    import memmgr
+
+    said: list[str] = []
+
+    def free_and_ask() -> None:
+        try:
+            kept.clear()
+            large.clear()
+            torch.empty(MIB, device="cuda")
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    grown = []
+    with memmgr.budget(int(limit), quiet=True, policy="offload"):
+        for tensor in (empty, few):
+            try:
+                tensor.resize_(2 * int(limit) // 4)
+                grown.append(True)
+            except torch.OutOfMemoryError:
+                grown.append(False)
+        second, address = capture(pool)
+        del first
+        gc.collect()
+        taken = [torch.full((MIB,), float(i)).cuda() for i in range(4)]
+        second.replay()
+        values = [float(tensor[9].cpu()) for tensor in taken]
+        overlaps = [tensor.data_ptr() == address for tensor in taken]
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            result.copy_(source)
+            thread = threading.Thread(target=free_and_ask)
+            thread.start()
+            thread.join()
+    return {"grown": grown, "values": values, "overlaps": overlaps, "said": said}
+
+
 def threads(limit: str, first: str) -> dict[str, Any]:
     """Four threads, each with a stream of its own."""
     import threading

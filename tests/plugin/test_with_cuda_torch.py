@@ -182,6 +182,13 @@ def test_tensors_stay_torchs_if_another_thread_is_in_a_backward_while_memmgr_tak
     assert _run("taken_over_beside_a_backward", "80000000") is False
 
 
+def test_what_torchs_own_allocator_began_goes_on_after_the_takeover() -> None:
+    found = _run("taken_over_in_use", "200000000")
+    assert found["grown"] == [False, False]  # beyond the budget
+    assert (found["values"], found["overlaps"]) == ([0, 1, 2, 3], [False] * 4)  # the pool of the graph that lives stays
+    assert found["said"] == []  # nothing that a capture forbids
+
+
 def test_addresses_from_before_a_budget_stay() -> None:
     found = _run("before", "100000000")
     assert found["taken"] == [False, True, True, False, False]

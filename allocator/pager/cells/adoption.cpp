@@ -43,7 +43,11 @@ bool adoptable(const Session& session, const c10::StorageImpl* s) {
 
 void grows_in_pool(const Session& session, c10::StorageImpl* s) {
   static c10::Allocator* const torchs = c10::GetDefaultCPUAllocator();
-  if (s->allocator() == torchs && session.pool && session.pool->on_host()) s->set_allocator(session.pool->allocator());
+  Pool* pool = session.pool;
+  const c10::Allocator* now = s->allocator();
+  if (!now || !pool) return;
+  if (now == torchs ? pool->on_host() : pool->earlier() && now->raw_deleter() == pool->earlier())
+    s->set_allocator(pool->allocator());
 }
 
 Cell* (*adopt_mapped)(Session& session, c10::StorageImpl* s, uint32_t pins) = nullptr;
@@ -105,7 +109,7 @@ Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_
     mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
     session.counters.adopted_bytes += c->nbytes;
   }
-  if (C10_UNLIKELY(session.adopted_stay) && !born && !c->small) escape_locked(c, Escape::kCaptured);
+  if (C10_UNLIKELY(session.adopted_stay) && !born && !c->small) escape_locked(c, Escape::kOlderGraph);
   return c;
 }
 
@@ -123,8 +127,12 @@ bool move_into_pool(Session& session, c10::StorageImpl* s) {
   }
   if (!moved) return false;
   pool->copy(moved.get(), p.get(), s->nbytes());
+  const auto from = reinterpret_cast<uintptr_t>(p.get());
   p = std::move(moved);
   s->set_allocator(pool->allocator());
+  Cell* c = adopt(session, s);
+  const Hold lock(graph_lock());
+  if (c && !c->name) name_moved_locked(c, from);
   return true;
 }
 

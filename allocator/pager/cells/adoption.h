@@ -18,8 +18,9 @@ void grows_in_pool(const Session& session, c10::StorageImpl* s);
 Cell* adopt(Session& session, c10::StorageImpl* s, uint32_t pins = 0, Maker maker = {});
 Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool born = false,
                    Maker maker = {}) REQUIRES(graph_lock());
-// Moves the bytes of a storage from a block of Pool::earlier() to one of the pool, in order of the calling thread's
-// stream. The caller knows that nobody else has the address. False: there is no room, or it is no such block.
+// Makes a cell of a storage in a block of Pool::earlier(), with its bytes in the pool, in order of the calling thread's
+// stream. The caller knows that nobody else has the old address, which is its name. False: there is no room, or it is
+// no such block.
 bool move_into_pool(Session& session, c10::StorageImpl* s);
 // Gives the storage its own pointer back and ends the cell. The cell is resident and no other thread uses it. The GIL
 // is held.

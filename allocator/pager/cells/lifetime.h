@@ -21,6 +21,11 @@ inline void unpin(Cell* c) {
   const uint32_t before = c->state.fetch_sub(1, std::memory_order_acq_rel);
   if (C10_UNLIKELY((before & kDead) && (before & kPinMask) == 1 && !(before & kBusy))) last_user_is_gone(c);
 }
+// Returns true if the address that was handed out is in use for as long as the storage lives (rule 9). Addresses of
+// NumPy and DLPack are recorded with their arrays (memmgr/readers/exported.py).
+inline bool outlives_budget(Escape why) {
+  return why == Escape::kPointer || why == Escape::kForeignWrite || why == Escape::kCaptured;
+}
 // A resident cell keeps its address from now on, because others have it.
 void escape_locked(Cell* c, Escape why) REQUIRES(graph_lock());
 // Ends a move: clears kBusy, sets or clears kAbsent, and wakes waiting threads.

@@ -140,6 +140,8 @@ bool names_differ() {
 
 void claim_name_locked(Cell* c) { claim_for(c, free_name(reinterpret_cast<uintptr_t>(c->bytes.get()), c->nbytes)); }
 
+void name_moved_locked(Cell* c, uint64_t from) { claim_for(c, free_name(from, c->nbytes)); }
+
 void name_escaped_locked(Cell* c) {
   const uint64_t address = reinterpret_cast<uintptr_t>(c->bytes.get());
   if (!c->name) {

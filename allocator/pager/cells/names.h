@@ -31,6 +31,8 @@ void claim_name_locked(Cell* c) REQUIRES(graph_lock());
 inline void name_leaving_locked(Cell* c) REQUIRES(graph_lock()) {
   if (!c->name) claim_name_locked(c);
 }
+// Called when the bytes came from another allocator's memory at this address.
+void name_moved_locked(Cell* c, uint64_t from) REQUIRES(graph_lock());
 // Called when the address of `c` is handed out: other storages may be made over its bytes.
 void name_escaped_locked(Cell* c) REQUIRES(graph_lock());
 // Called when the storage becomes a cell. It may have been one in an earlier budget.

@@ -35,7 +35,10 @@ void escape(Cell* c, Escape why) {
   }
   {
     const Hold lock(graph_lock());
-    if (c->escape == Escape::kNone) escape_locked(c, why);
+    if (c->escape == Escape::kNone)
+      escape_locked(c, why);
+    else if (outlives_budget(why))  // the reason so far may end before the storage
+      c->escape = why;
   }
   unpin(c);
 }

@@ -30,6 +30,7 @@
 #include "cells/file_range.h"
 #include "cells/fixed_memory.h"
 #include "cells/freeze.h"
+#include "cells/lifetime.h"
 #include "cells/types.h"
 #include "concurrency/python_threads.h"
 #include "dispatch/the_session.h"
@@ -174,12 +175,6 @@ struct FormerCell {
 // The GIL is held.
 NoDestructor<std::vector<FormerCell>> former_cells;
 
-// Returns true if the address that was handed out is in use for as long as the storage lives (rule 9). Addresses of
-// NumPy and DLPack are recorded with their arrays (memmgr/readers/exported.py).
-bool outlives_budget(Escape why) {
-  return why == Escape::kPointer || why == Escape::kForeignWrite || why == Escape::kCaptured;
-}
-
 // Bytes that move back to a mapping are in memory twice until the pool's pages are given back.
 constexpr uint64_t kTrimEach = uint64_t{32} << 20;
 
@@ -300,6 +295,7 @@ uint64_t py_adopt_all(TensorList tensors, bool stay) {
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (the_session.pool->earlier()) grows_in_pool(the_session, s);  // small and empty ones, too
     if (is_small(the_session.options, s)) return;
     (adoptable(the_session, s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
@@ -329,6 +325,9 @@ uint64_t py_adopt_all(TensorList tensors, bool stay) {
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(the_session, s.get())) bytes += c->nbytes;
+  if (stay)  // ops of other threads have made cells since the budget opened
+    for (auto& [c, s] : all_cells())
+      if (c->escape == Escape::kNone && !c->small) escaped.emplace_back(s, Escape::kOlderGraph);
   for (const StoragePtr& s : others) count_fixed(the_session, s.get());
   {
     const WithoutGil released;
@@ -353,9 +352,12 @@ bool others_rest() {
 // Moves tensors from torch's own memory to the pool's. A tensor or storage with a reference that is not known here (a
 // DLPack capsule, a reducer's bucket, a saved tensor) stays: its owner may have the address. All stay where another
 // thread's ops do not end. Returns the bytes.
-uint64_t py_move_in(TensorList tensors) {
+uint64_t py_move_in(TensorList tensors, List exported) {
   Pool* pool = the_session.pool;
   if (!the_session.open || !pool->earlier() || !others_rest()) return 0;
+  std::unordered_set<const c10::StorageImpl*> stay;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(exported.object); ++i)
+    stay.insert(storage_of(PyList_GET_ITEM(exported.object, i)).get());
   std::unordered_set<const c10::TensorImpl*> wrapped;
   std::unordered_map<const c10::TensorImpl*, size_t> references;
   std::unordered_map<c10::StorageImpl*, std::unordered_set<const c10::TensorImpl*>> users;
@@ -379,7 +381,8 @@ uint64_t py_move_in(TensorList tensors) {
   pool->settle();  // other streams write there
   uint64_t bytes = 0;
   for (const auto& [s, of] : users) {
-    if (is_small(the_session.options, s) || c10::raw::intrusive_ptr::use_count(s) != of.size()) continue;
+    const size_t known = of.size() + (s->pyobj_slot()->load_pyobj() ? 1 : 0);  // Python's object of the storage
+    if (is_small(the_session.options, s) || stay.count(s) || c10::raw::intrusive_ptr::use_count(s) != known) continue;
     const auto all_known = [&](const c10::TensorImpl* t) {
       return c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(t)) == references[t];
     };
@@ -434,10 +437,10 @@ void bind_budget(Module& m) {
                        "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. `stay`: "
                        "they, and what is "
                        "adopted later, keep their addresses. The result is their bytes.");
-  m.def<&py_move_in>(
-      "move_in", "tensors",
-      "Moves these tensors from the memory of torch's own allocator to the pool's, where nothing else refers "
-      "to their storages. The result is their bytes.");
+  m.def<&py_move_in>("move_in", "tensors, exported",
+                     "Moves these tensors, without those exported, from the memory of torch's own allocator to the "
+                     "pool's, where nothing else refers "
+                     "to their storages. The result is their bytes.");
   m.def<&py_settle>("settle", "", "Evicts cells beyond the limit. The result is the bytes that are still beyond it.");
   m.def<&py_set_errors>("set_errors", "make, wrong, torchs",
                         "`make` returns the exception for out of memory, of its text. `wrong` is the class for wrong "
