@@ -45,12 +45,13 @@ class Exported:
         if hasattr(torch.Tensor.numpy, "_memmgr"):
             return
         setattr(torch.Tensor, "numpy", _noting(torch.Tensor.numpy, self._note_array))  # noqa: B010
-        bound = torch.utils.dlpack.to_dlpack
+        bound = torch._C._to_dlpack
         for owner, name in DLPACK:
             setattr(owner, name, _noting(getattr(owner, name), self._note_storage))
         for module in list(sys.modules.values()):  # that have it by `from torch.utils.dlpack import to_dlpack`
-            if getattr(module, "__dict__", {}).get("to_dlpack") is bound:
-                module.to_dlpack = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
+            names = getattr(module, "__dict__", {})
+            if names.get("to_dlpack") is bound:
+                names["to_dlpack"] = vars(torch)["to_dlpack"]
         interface = vars(torch.Tensor)["__cuda_array_interface__"].fget
         setattr(torch.Tensor, "__cuda_array_interface__", property(_noting(interface, self._note_storage)))  # noqa: B010
         setattr(torch.UntypedStorage, "__getitem__", self._noting_slices(torch.UntypedStorage.__getitem__))  # noqa: B010

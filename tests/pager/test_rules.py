@@ -6,12 +6,14 @@ import _thread
 import contextlib
 import ctypes
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from threads import in_threads
@@ -279,6 +281,17 @@ def test_an_export_of_a_subclass_from_before_the_budget_stays(name: str) -> None
     with memmgr.budget("1GB", quiet=True):
         assert native.load().take_away(t) == 0
     del kept
+
+
+@pytest.mark.rule(9)
+def test_a_capsule_by_a_name_from_before_the_import_is_noted() -> None:
+    code = (
+        "import torch; from torch.utils.dlpack import to_dlpack; import memmgr; from memmgr.native import binding\n"
+        "t = torch.arange(65536.0); kept = to_dlpack(t)\n"
+        "with memmgr.budget('1GB', device='cpu', quiet=True): assert binding.load().take_away(t) == 0"
+    )
+    done = forkserver.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.rule(9)

@@ -233,12 +233,12 @@ def late(limit: str, policy: str = "auto") -> dict[str, Any]:
 
 def taken_over(limit: str) -> dict[str, Any]:
     """Tensors of torch's own allocator at an opening: one that can move, one that a DLPack alias shares, one with a view, one
-    of which autograd has saved a part, and a gradient."""
+    of which autograd has saved a part, a gradient, and one that was exported after the import."""
     import torch
     from torch.utils import dlpack
 
     size = 4 * MIB
-    plain, shared, viewed, saved = (torch.full((MIB,), float(i)).cuda() for i in range(1, 5))
+    plain, shared, viewed, saved, given = (torch.full((MIB,), float(i)).cuda() for i in (1, 2, 3, 4, 8))
     alias, view = dlpack.from_dlpack(dlpack.to_dlpack(shared)), viewed[5:]
     leaf = torch.full((MIB,), 5.0).cuda().requires_grad_()
     leaf.grad = torch.full((MIB,), 6.0).cuda()
@@ -248,23 +248,36 @@ def taken_over(limit: str) -> dict[str, Any]:
     import memmgr
     from memmgr.native import binding
 
-    every = {"plain": plain, "viewed": viewed, "leaf": leaf, "grad": leaf.grad, "shared": shared, "saved": saved}
+    capsule = dlpack.to_dlpack(given)
+    plain.untyped_storage().nbytes()  # Python has an object of it for as long as it lives
+    address = plain.data_ptr()
+    every = {
+        "plain": plain,
+        "viewed": viewed,
+        "leaf": leaf,
+        "grad": leaf.grad,
+        "shared": shared,
+        "saved": saved,
+        "given": given,
+    }
     with memmgr.budget(int(limit), quiet=True, policy="offload") as opened:
         native = binding.load()
         outside = [native.arena_stats()["outside_bytes"]]
         left = {name: native.take_away(tensor) > 0 for name, tensor in every.items()}
+        named = native.name(plain) == address
         shared.copy_(torch.full((MIB,), 9.0))
         _step(torch)
         values = {
             name: float(tensor.detach()[7].cpu()) for name, tensor in {**every, "alias": alias, "view": view}.items()
         }
-        del graph, saved, shared, alias, every
+        del graph, saved, shared, alias, every, given, capsule
         torch.cuda.empty_cache()
         native.stats()  # looks for ends of memory that is counted apart: the alias's
         outside.append(native.arena_stats()["outside_bytes"])
         stats = opened.stats()
     return {
         "cached": cached >= 20 * size,
+        "named": named,
         "outside": [n / size for n in outside],
         "left": left,
         "values": values,

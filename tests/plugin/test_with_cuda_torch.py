@@ -161,7 +161,8 @@ def test_tensors_from_before_memmgrs_allocator_page_if_nobody_else_has_them(mode
     found = _run("taken_over", "80000000", FAKE_DRIVER_MODE=mode)
     assert found["cached"]
     movable = dict.fromkeys(("plain", "viewed", "leaf", "grad"), True)
-    assert found["left"] == movable | {"shared": False, "saved": False}
+    assert found["left"] == movable | {"shared": False, "saved": False, "given": False}
+    assert found["named"]
     assert found["values"] == {
         "plain": 1,
         "viewed": 3,
@@ -171,6 +172,7 @@ def test_tensors_from_before_memmgrs_allocator_page_if_nobody_else_has_them(mode
         "shared": 9,
         "alias": 9,
         "saved": 4,
+        "given": 8,
     }
     before, after = found["outside"]
     assert 2 <= before <= 11 and after == 0  # blocks of 4 MiB share segments of 20 MiB
