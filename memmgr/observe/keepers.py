@@ -134,7 +134,10 @@ class Keepers:
         for _ in range(_DEPTH):
             left = [one for one in targets if id(one) not in found]
             self._own.add(id(left))
-            found.update((id(one), path) for one in left if (path := self._path(one, above)))
+            for one in left:
+                with contextlib.suppress(Exception):  # objects of the program are looked at for its names
+                    if path := self._path(one, above):
+                        found[id(one)] = path
             if len(found) == len(targets) or not 0 < len(level) <= _WIDTH or time.monotonic() > self._until:
                 break
             level = self._next(level, above, seen)
@@ -184,7 +187,7 @@ class Keepers:
         found = [
             one
             for one in gc.get_referrers(*things)
-            if id(one) not in self._own and not isinstance(one, FrameType | torch.autograd.graph.Node)
+            if id(one) not in self._own and not _is(one, (FrameType, torch.autograd.graph.Node))
         ]
         self._own.add(id(found))
         return found
@@ -200,18 +203,19 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 def _globals() -> dict[int, _Root]:
     """The variables of modules, and of the code that runs, by the ids of the dicts that have them."""
     found = {
-        id(vars(module)): _Root("", _place(module))
+        id(names := _attribute(module, "__dict__")): _Root("", _place(names))
         for module in list(sys.modules.values())
-        if isinstance(module, types.ModuleType)
+        if _is(module, types.ModuleType)
     }
     for frame in _frames():
         found.setdefault(id(frame.f_globals), _Root("", show(frame.f_code.co_filename)))
     return found
 
 
-def _place(module: types.ModuleType) -> str:
-    file = getattr(module, "__file__", None)
-    return show(file) if isinstance(file, str) else module.__name__
+def _place(names: dict[str, Any]) -> str:
+    """Names a module by its dict: a look at its attributes might import others."""
+    file = names.get("__file__")
+    return show(file) if type(file) is str else str(names.get("__name__", "a module"))
 
 
 def _locals() -> dict[int, _Root]:
@@ -244,11 +248,11 @@ def _frames() -> Iterator[FrameType]:
 
 def _root_of(one: Any, child: Any) -> _Root | None:
     """The object as a variable's owner: a class, a closure or a generator, where that is how it refers to the child."""
-    if isinstance(one, type) and isinstance(child, dict):
+    if _is(one, type) and _is(child, dict):
         return _Root(one.__qualname__, one.__module__)
-    if isinstance(one, types.FunctionType) and child is one.__closure__:
+    if _is(one, types.FunctionType) and child is one.__closure__:
         return _Root("", f"the closure {one.__qualname__}()")
-    if isinstance(one, types.GeneratorType):
+    if _is(one, types.GeneratorType):
         return _Root("", f"the generator {one.__qualname__}()")
     return None
 
@@ -256,7 +260,7 @@ def _root_of(one: Any, child: Any) -> _Root | None:
 def _text(root: _Root, at: Any, below: dict[int, Any]) -> str:
     """A path in words: "the list `trainer.losses` of train.py"."""
     name, last, container = root.name, "", ""
-    if isinstance(at, types.FunctionType):
+    if _is(at, types.FunctionType):
         closure = below[id(at)]
         cell = below[id(closure)]
         number = next(i for i, one in enumerate(closure) if one is cell)
@@ -265,27 +269,27 @@ def _text(root: _Root, at: Any, below: dict[int, Any]) -> str:
     while id(at) in below:
         child = below[id(at)]
         name, container = name + last, ""
-        if isinstance(at, dict) and not name:
+        if _is(at, dict) and not name:
             last = next((str(key) for key, value in list(at.items()) if value is child), "...")
-        elif isinstance(at, dict) and owner is not None:
+        elif _is(at, dict) and owner is not None:
             last = next((f".{key}" for key, value in list(at.items()) if value is child), "...")
-        elif isinstance(at, _CONTAINERS):
+        elif _is(at, _CONTAINERS):
             container, last = type(at).__name__, _item(at, child)
         else:
             last = _part(at, child)
-        owner = at if isinstance(child, dict) and _has_attributes_in(at, child) else None
+        owner = at if _is(child, dict) and _has_attributes_in(at, child) else None
         at = child
     return f"the {container} `{name}` of {root.place}" if container else f"`{name}{last}` of {root.place}"
 
 
 def _item(at: Any, child: Any) -> str:
-    keys = [key for key, value in list(at.items()) if value is child] if isinstance(at, dict) else []
+    keys = [key for key, value in list(at.items()) if value is child] if _is(at, dict) else []
     return f"[{keys[0]!r}]" if keys and isinstance(keys[0], str | int) else "[...]"
 
 
 def _part(at: Any, child: Any) -> str:
     """The part of an expression that leads from an object, which is no container, to one that it refers to."""
-    if isinstance(at, types.GeneratorType):
+    if _is(at, types.GeneratorType):
         variables = {} if at.gi_frame is None else at.gi_frame.f_locals
         return next((name for name, value in variables.items() if value is child), "...")
     if _has_attributes_in(at, child):
@@ -295,14 +299,14 @@ def _part(at: Any, child: Any) -> str:
 
 def _has_attributes_in(at: Any, child: Any) -> bool:
     """The dict has the object's attributes."""
-    if isinstance(at, type):
-        return isinstance(child, dict)
-    return not isinstance(at, types.FunctionType) and getattr(at, "__dict__", None) is child
+    if _is(at, type):
+        return _is(child, dict)
+    return not _is(at, types.FunctionType) and _attribute(at, "__dict__") is child
 
 
 def _attributes(at: Any) -> list[str]:
     slots = [name for kind in type(at).__mro__ for name in _words(kind.__dict__.get("__slots__", ()))]
-    return [*getattr(at, "__dict__", {}), *slots]
+    return [*(_attribute(at, "__dict__") or {}), *slots]
 
 
 def _words(slots: Any) -> list[str]:
@@ -310,7 +314,13 @@ def _words(slots: Any) -> list[str]:
 
 
 def _attribute(at: Any, name: str) -> Any:
+    """Runs no `__getattr__` of the object's class, nor a property in place of its dict."""
     try:
         return object.__getattribute__(at, name)
-    except AttributeError:
+    except Exception:
         return None
+
+
+def _is(one: Any, kinds: type | tuple[type, ...]) -> bool:
+    """As isinstance, without a look at the object: a proxy's attributes may do anything."""
+    return issubclass(type(one), kinds)

@@ -16,6 +16,8 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import memmgr
 from memmgr.api import budget as budgets
@@ -315,6 +317,13 @@ def test_an_object_that_cannot_be_looked_at_ends_no_budget() -> None:
         del y
         found = memmgr.explain()
     assert found.leaks and proxies
+
+
+@pytest.mark.usefixtures("nothing_stays")
+def test_a_tensor_of_a_trace_with_symbolic_sizes_hides_no_variable() -> None:
+    sized = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.randn(7, 5))
+    found = _kept("global")
+    assert sized is not None and all(leak.kept for leak in found.leaks)
 
 
 def test_the_telemetrys_explanation_looks_for_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:

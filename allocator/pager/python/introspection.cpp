@@ -293,6 +293,7 @@ std::optional<StorageInfo> info_of_storage(const at::Tensor& t) {
       (!t.device().is_cpu() && t.device().index() != the_session.pool->device.index()))
     return std::nullopt;
   c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  if (s->sym_nbytes().is_heap_allocated()) return std::nullopt;  // of a trace: it has no bytes
   const Cell* c = cell_of(s);
   const bool absent = c && (c->state.load() & kAbsent);
   const at::DataPtr& p = pointer_of(s);
