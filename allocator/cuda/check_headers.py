@@ -1,4 +1,4 @@
-#!/ usr / bin / env python3
+#!/usr/bin/env python3
 """Compiles the sources that include torch's headers (CUDA's allocator and the pager) against the headers of several
 releases of torch.
 

@@ -252,11 +252,11 @@ class Pager:
     def adopt_all(self, tensors: list[torch.Tensor], stay: bool = False) -> int:
         """Adopts these tensors, gradients of leaves among them and the cells of earlier budgets.
 
-        `stay`: they, and what is adopted later, keep their addresses. The result is their bytes.
+        The result is their bytes. `stay`: these, and storages that are adopted later, keep their addresses.
         """
 
     def move_in(self, tensors: list[torch.Tensor], exported: list[Any]) -> int:
-        """Moves these tensors, without those exported, from the memory of torch's own allocator to the pool's, where nothing else refers to their storages.
+        """Moves tensors from the memory of torch's own allocator to the pool's, if nothing else refers to their storages and they are not exported.
 
         The result is their bytes.
         """

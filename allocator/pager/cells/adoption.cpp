@@ -46,8 +46,8 @@ void grows_in_pool(const Session& session, c10::StorageImpl* s) {
   Pool* pool = session.pool;
   const c10::Allocator* now = s->allocator();
   if (!now || !pool) return;
-  if (now == torchs ? pool->on_host() : pool->earlier() && now->raw_deleter() == pool->earlier())
-    s->set_allocator(pool->allocator());
+  const bool before = pool->on_host() ? now == torchs : pool->earlier() && now->raw_deleter() == pool->earlier();
+  if (C10_UNLIKELY(before)) s->set_allocator(pool->allocator());
 }
 
 Cell* (*adopt_mapped)(Session& session, c10::StorageImpl* s, uint32_t pins) = nullptr;

@@ -30,8 +30,8 @@ struct Told {
   bool stop GUARDED_BY(lock) = false, fresh GUARDED_BY(lock) = false;
   Timeline timeline GUARDED_BY(lock);
   Followed followed GUARDED_BY(lock);
-  uint64_t hash GUARDED_BY(lock) = 0, same
-                                      GUARDED_BY(lock) = 0;  // hash: of the last turn; same: how often it came in a row
+  uint64_t hash GUARDED_BY(lock) = 0;  // of the last turn
+  uint64_t same GUARDED_BY(lock) = 0;  // how often it came in a row
 };
 
 NoDestructor<Told> told;

@@ -433,14 +433,13 @@ void bind_budget(Module& m) {
                   "Opens a budget.");
   m.def<&py_close>("close", "", "Restores all cells, leaves ordinary tensors and closes the budget.");
   m.def<&py_adopt>("adopt", "tensor", "The bytes of the tensor's cell, which is made if need be; 0: it has none.");
-  m.def<&py_adopt_all>("adopt_all", "tensors, stay=False",
-                       "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. `stay`: "
-                       "they, and what is "
-                       "adopted later, keep their addresses. The result is their bytes.");
+  m.def<&py_adopt_all>(
+      "adopt_all", "tensors, stay=False",
+      "Adopts these tensors, gradients of leaves among them and the cells of earlier budgets. The result "
+      "is their bytes. `stay`: these, and storages that are adopted later, keep their addresses.");
   m.def<&py_move_in>("move_in", "tensors, exported",
-                     "Moves these tensors, without those exported, from the memory of torch's own allocator to the "
-                     "pool's, where nothing else refers "
-                     "to their storages. The result is their bytes.");
+                     "Moves tensors from the memory of torch's own allocator to the pool's, if nothing else refers to "
+                     "their storages and they are not exported. The result is their bytes.");
   m.def<&py_settle>("settle", "", "Evicts cells beyond the limit. The result is the bytes that are still beyond it.");
   m.def<&py_set_errors>("set_errors", "make, wrong, torchs",
                         "`make` returns the exception for out of memory, of its text. `wrong` is the class for wrong "
