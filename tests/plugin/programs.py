@@ -184,14 +184,16 @@ def workspace(library: str, limit: str) -> list[int]:
     return told
 
 
-def late(limit: str, policy: str = "auto") -> dict[str, Any]:
+def late(limit: str, policy: str, allocator: str) -> dict[str, Any]:
     """CUDA is used before the import: memmgr's allocator takes over, or torch's own stays, and the budget is kept in that."""
     import torch
 
     torch.cuda.init()
-    # Tensors that are made again must find zeros in their memory: kernels do nothing.
-    value = 7 if policy == "offload" else 0
-    held = torch.full((4 * MIB,), float(value)).cuda()
+    # Kernels do nothing, so a tensor that is made again has to find in its memory what the double puts into new memory: poison
+    # in memmgr's pages, zeros in torch's large segments.
+    fresh = -1515870811 if allocator == "memmgr" else 0  # 0xA5A5A5A5
+    value = 7 if policy == "offload" else fresh
+    held = torch.full((4 * MIB,), value, dtype=torch.int32).cuda()
     for _ in range(2):
         _step(torch)
     need = torch.cuda.max_memory_allocated()

@@ -143,7 +143,7 @@ def test_a_budget_that_opens_after_cuda_was_used(allocator: str, policy: str, mo
     calls of the driver end in the double, with memmgr or without."""
     limit = 80 * MIB
     conf = "allocator:native" if allocator == "native" else ""
-    found = _run("late", str(limit), policy, FAKE_DRIVER_MODE=mode, MEMMGR_CONF=conf)
+    found = _run("late", str(limit), policy, allocator, FAKE_DRIVER_MODE=mode, MEMMGR_CONF=conf)
     assert found["backend"] == allocator
     assert found["need"] > limit * 1.3
     assert found["peaks"][0] <= found["peaks"][1] <= limit
