@@ -189,8 +189,8 @@ def late(limit: str, policy: str, allocator: str) -> dict[str, Any]:
     import torch
 
     torch.cuda.init()
-    # Kernels do nothing, so a tensor that is made again has to find in its memory what the double puts into new memory: poison
-    # in memmgr's pages, zeros in torch's large segments.
+    # Kernels do nothing, so a tensor that is made again must find the double's own content in its memory. That is poison in
+    # memmgr's pages, and zeros in torch's large segments.
     fresh = -1515870811 if allocator == "memmgr" else 0  # 0xA5A5A5A5
     value = 7 if policy == "offload" else fresh
     held = torch.full((4 * MIB,), value, dtype=torch.int32).cuda()
