@@ -319,10 +319,11 @@ def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) ->
 
 
 def test_an_input_that_only_a_storage_object_has_is_recomputed_where_its_read_fails() -> None:
-    """Such an input is made aside, for the op that runs again. The read that failed is counted."""
+    """Such an input is made aside, for the op that runs again. The read that failed is counted. A kernel of its own makes
+    the input: its family has earned no trust, which would want a checksum that no offload takes."""
     native = binding.load()
-    with memmgr.budget("1GB", quiet=True) as mm:
-        x = torch.randn(100_000) * 2
+    with memmgr.budget("1GB", quiet=True) as mm, replaced("erfinv", lambda t: t * 2):
+        x = torch.randn(100_000).erfinv()
         y = x.exp()
         want = y.clone()
         storage = x.untyped_storage()
