@@ -260,6 +260,14 @@ def test_sizes_are_in_the_units_of_the_user() -> None:
     assert _sizes(str(_opened_too_small("6MiB", wide()))) <= {"KiB", "MiB"}
 
 
+def test_a_failed_op_is_named_whatever_its_meta_kernel_asks_for() -> None:
+    """torch's meta kernel of `ones` is Python, and makes its result on the default device unless it is given another one."""
+    with memmgr.budget("1GB", quiet=True):
+        for n in (4, 10 * MB, *range(1000, 1_000_000, 24_000)):
+            torch.ones(n)
+    assert "\nThis op (aten::ones) needs" in str(_spent(bytes_already_there() + 20 * MB))
+
+
 def test_opening_says_the_same_in_the_same_words() -> None:
     opening, spent = str(_opened_too_small(6 * MB, wide())), str(_spent(bytes_already_there() + 20 * MB))
     assert "MB are on the device already." in opening

@@ -1,19 +1,16 @@
 """Rounds: programs that repeat themselves only after several backwards."""
 
-import sys
 import tracemalloc
 from collections.abc import Iterable
 
-import forkserver
 import pytest
 from budget import models
-from exactness import children
 from torch import nn
 
-from memmgr.native import binding
+from memmgr.runtime import plans
 from memmgr.runtime.rounds import MOST_OPS, TIMES, Rounds
 
-from .planned import TICKS, sizes, trained, under
+from .planned import sizes, trained, under
 
 __all__ = ["sizes"]  # a fixture
 
@@ -145,17 +142,11 @@ class InTurn(models.Training):
         pytest.param(Accumulated, 4, "auto", marks=pytest.mark.slow),
     ],
 )
-def test_a_plan_spans_a_round(make: type[models.Training], backwards: int, policy: str) -> None:
-    """In a process of its own: after other tests in one process the round's plan may run short for good, by little."""
-    call = f"spans_a_round({make.__name__!r}, {backwards}, {policy!r})"
-    code = f"import sys; sys.path[:0] = ['.']; from pager import test_rounds; test_rounds.{call}"
-    done = forkserver.run([sys.executable, "-c", code], cwd=children.TESTS, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def spans_a_round(name: str, backwards: int, policy: str) -> None:
-    make: type[models.Training] = globals()[name]
-    binding.load().count_ticks(TICKS)
+def test_a_plan_spans_a_round(
+    make: type[models.Training], backwards: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training of a fraction of a second: the ninth plan would wait until planning has not taken too much of it."""
+    monkeypatch.setattr(plans, "FREE_PLANS", 1 << 30)
     got, figures, limit = under(make, 0.6, policy, steps=18)
     assert got == trained(make, 18)
     before, last = figures[16], figures[17]

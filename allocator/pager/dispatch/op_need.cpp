@@ -41,7 +41,6 @@ c10::IValue without_bytes(const c10::IValue& value) {
     for (const c10::IValue& item : value.toListRef()) all.push_back(without_bytes(item));
     return all;
   }
-  if (value.isDevice()) return c10::Device(c10::kMeta);
   return value;
 }
 
@@ -49,9 +48,14 @@ struct Made {
   uint64_t bytes = 0, largest = 0;
 };
 
-// Returns the bytes of the op's results that are no arguments, found by its meta kernel; 0: not known.
+// Returns the bytes of the op's results that are no arguments, found by its meta kernel; 0: not known. A kernel in
+// Python may ask for memory itself, and its error would be told as the op's.
 Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IValue* args, size_t n) {
   using K = c10::DispatchKey;
+  struct Restored {
+    FailedOp failed = failing_op();
+    ~Restored() { failing_op() = std::move(failed); }
+  } restored;
   try {
     const at::AutoDispatchBelowADInplaceOrView below;
     const c10::impl::ExcludeDispatchKeyGuard not_seen(
@@ -70,7 +74,10 @@ Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IV
           [](c10::StorageImpl*) {});
     };
     Made given, made;
-    for (size_t i = 0; i < n; ++i) add(stack.emplace_back(without_bytes(args[i])), &given);
+    for (size_t i = 0; i < n; ++i) {
+      const bool is_device = op.schema().arguments()[i].name() == "device";  // none: torch's default one
+      add(stack.emplace_back(is_device ? c10::IValue(c10::Device(c10::kMeta)) : without_bytes(args[i])), &given);
+    }
     op.redispatchBoxed(c10::DispatchKeySet(K::Meta), &stack);
     for (size_t i = stack.size() - std::min(info->returns, stack.size()); i < stack.size(); ++i) add(stack[i], &made);
     return made;
