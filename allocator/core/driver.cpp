@@ -66,6 +66,9 @@ int DriverErrno(CUresult error) {
     case CUDA_ERROR_NO_DEVICE:
     case CUDA_ERROR_INVALID_DEVICE:
       return -ENODEV;
+    case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED:
+    case CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+      return -EBUSY;
     default:
       return -EIO;
   }

@@ -280,6 +280,40 @@ def captured_elsewhere(mode: str, seed: int) -> dict[str, Any]:
     return {"right": right, "warned": len(warned)}
 
 
+def opened_amid_a_capture(mode: str, seed: int) -> dict[str, Any]:
+    """A budget opens while another thread captures a graph, and again when that has ended."""
+    managed._start(mode, seed, memory_bytes=1 << 27)
+    options: dict[str, Any] = {"device": DEVICE, "quiet": True, "host": "16MB"}
+    with memmgr.budget("16MB", **options):
+        x = torch.full((N,), 2.0).to(DEVICE)
+    module: Any = torch.get_device_module(DEVICE)
+    graph = module.Graph()
+    begun, tried = threading.Event(), threading.Event()
+    captured: list[Tensor] = []
+
+    def capture() -> None:
+        with torch.Stream(DEVICE), _capture(graph), torch.no_grad():
+            begun.set()
+            tried.wait(30)
+            captured.append(x * x)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait(30)
+    error = ""
+    try:
+        memmgr.budget("16MB", **options).__enter__()
+    except RuntimeError as e:
+        error = str(e)
+    tried.set()
+    thread.join()
+    with warnings.catch_warnings(action="ignore"), memmgr.budget("16MB", **options):
+        graph.replay()
+        torch.accelerator.synchronize()
+        right = torch.equal(captured[0].cpu(), torch.full((N,), 4.0))
+    return {"error": error, "right": right}
+
+
 PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     "whole_step": whole_step,
     "two_graphs": two_graphs,

@@ -104,6 +104,12 @@ def test_a_graph_that_was_captured_before_the_budget_finds_its_tensors_in_place(
         )
 
 
+def test_a_budget_that_opens_amid_another_threads_capture_is_refused_and_harms_neither() -> None:
+    seen = child.run("opened_amid_a_capture", module="memdev.graphs", mode="late", seed=0)
+    assert "while a graph is captured there: budgets open and close outside of captures" in seen["error"]
+    assert seen["right"]
+
+
 def test_a_graph_of_another_budgets_device_is_not_known() -> None:
     assert child.run("captured_elsewhere", module="memdev.graphs", mode="late", seed=0) == {"right": True, "warned": 1}
 

@@ -196,6 +196,8 @@ class DevicePool final : public Pool {
   void check(int error, const char* what) const {
     if (C10_LIKELY(error == 0)) return;
     throw_if_broken();
+    TORCH_CHECK(error != -EBUSY, "memmgr: bytes on ", device.str(), " cannot be ", what,
+                " while a graph is captured there: budgets open and close outside of captures");
     TORCH_CHECK(false, "memmgr: bytes on ", device.str(), " cannot be ", what, ": error ", error);
   }
 
