@@ -166,9 +166,8 @@ def offloaded_share(stats: dict[str, Any]) -> float:
     "name", [SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in BOTH)]
 )  # half a minute
 def test_auto_chooses_by_the_link(name: str) -> None:
-    """An op takes as many ticks of a counter, whatever else the machine does: a measured time of it, in a run as short as
-    this, decided by chance. The disk's time is measured, and another process that writes to it makes one run in some
-    wrong: the middle one of three is meant.
+    """Ops take ticks of a counter, because measured times decide by chance in a run as short as this. The disk's time is
+    measured, and another process that writes to it makes one run in some wrong, so the median of three counts.
     """
     binding.load().count_ticks(3_000_000)
     try:
