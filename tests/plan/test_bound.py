@@ -2,17 +2,21 @@
 
 import importlib.util
 import json
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from memmgr.policies.plan.bound import INFEASIBLE, lower_bound_seconds, relaxation, tighter
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.plan.smallest_budget import smallest_budget_bytes
-from memmgr.policies.trace import HELD, TierLink, Trace, TraceBuilder
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.least_memory import least_bytes
 from memmgr.policies.trace.schedule import replay
@@ -21,7 +25,7 @@ from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 from .exact import exact
 from .operator_logs import NAMES, SHARED, log, needs_logs
 from .synthetic import LogWriter, network, tangle
-from .test_paging import Training
+from .test_paging import Training, least
 
 
 def trace_of(writer: LogWriter) -> Trace:
@@ -228,3 +232,39 @@ def test_no_plan_is_faster_than_the_bound(study: Any, monkeypatch: pytest.Monkey
         bounds.append(1 + delay / trace.seconds)
         assert bounds[-1] <= found.overhead * (1 + 1e-6)
     assert bounds == sorted(bounds) and bounds[-1] > bounds[0]
+
+
+@given(
+    st.integers(0, 10_000), st.floats(0.0, 1.0), st.sampled_from([50.0, 1000.0, 5000.0]), st.booleans(), st.booleans()
+)  # fmt: skip
+@example(864, 0.98, 50.0, False, True)  # a constant that counted twice, in its own op and in its gap
+@settings(max_examples=12, deadline=None)
+def test_no_plan_of_a_cycle_is_faster_than_the_bound(
+    study: Any, seed: int, share: float, rate: float, shared: bool, recompute: bool
+) -> None:
+    layers = random.Random(seed).randrange(1, 12)
+    trace = Training(layers, seed).trace()
+    low, high = least(trace), trace.unmanaged_peak[0]
+    budget, link = int(low + share * (high - low)), TierLink("host", rate, rate, shared=shared)
+    found = plan(trace, budget, link=link, recompute=recompute, effort=2_000)
+    once = (replace(op, kind=OpKind.ONCE) if op.kind == OpKind.COMPUTE and not recompute else op for op in trace.ops)
+    with mock.patch.object(study, "SMALL", 0):
+        delay = study.Program(replace(trace, ops=tuple(once)), link, budget).solve()
+    assert delay is not None
+    assert trace.seconds + delay <= found.seconds * (1 + 1e-6)
+
+
+def test_bytes_that_make_room_for_an_op_are_not_copied_back_beside_it(
+    study: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is there leaves for one op and comes back for the next: the link's two directions do not overlap."""
+    monkeypatch.setattr(study, "SMALL", 0)
+    storages = [Storage("state", 8, 0), Storage("large", 10, 1, released=3), Storage("state again", 8, 2)]
+    ops = [
+        Op("constant", 0.0, (), (0,), OpKind.CONSTANT),
+        Op("large", 0.1, (), (1,), OpKind.ONCE),
+        Op("in place", 0.1, (0,), (2,), OpKind.ONCE, ((0, 2),)),
+    ]
+    trace = Trace(tuple(ops), tuple(storages), copy_on_write=False, cycle=((2, 0),)).check()
+    delay = study.Program(trace, TierLink("host", 1.0, 1.0), 18 - 8).solve()
+    assert 15.5 < delay <= 16.0  # 8 where they overlap

@@ -1,6 +1,6 @@
 """How long a step takes at least under a budget, with a link to a tier: a linear program over time.
 
-    python tools/bench/studies/link_bound.py pass.trace.gz --budget 5.67GB --budget 4.3GB
+    python tools/bench/studies/link_bound.py pass.trace.gz --budget 5.67GB --budget 4.3GB --seconds 0.0325
 
 The trace is of a pass in which the link was measured (`memmgr trace`, or `"trace"` of a run of tools/gpu/train.py). The
 printed bound holds for every schedule, of memmgr and of any other system, that runs these ops in their order.
@@ -8,10 +8,12 @@ printed bound holds for every schedule, of memmgr and of any other system, that 
 The program. Between two touches of a storage lies a *gap*. Of the storage's bytes a fraction is made again at the gap's end,
 which takes at least its op's time; another one is written in the gap and read back in it. A storage that is not touched any
 more needs no memory. The pass is cut into stretches of equal time. In the fullest op of each stretch the op's own storages,
-and the fractions of the gaps around it that are resident, have to fit. The bytes that are written (read) in a stretch take
-at most the stretch's time on the link, and each stretch may last longer than its ops: the sum of these delays is minimised.
-The time of ops that run again counts as delay, in or after the stretch of their storage's last touch. Storages that live from
-pass to pass (`Trace.cycle`) have a gap over the end of the pass: the fraction that is away when it ends is away when it begins.
+and the fractions of the gaps around it that are resident, have to fit. The fullest `MOMENTS` ops of all are stretches of their
+own without a delay: bytes that make room for such an op are written before it, and come back after it. The bytes that are
+written (read) in a stretch take at most the stretch's time on the link, and each stretch may last longer than its ops: the
+sum of these delays is minimised. The time of ops that run again counts as delay, in or after the stretch of their storage's
+last touch. Storages that live from pass to pass (`Trace.cycle`) have a gap over the end of the pass: the fraction that is
+away when it ends is away when it begins.
 In the fullest ops, `MOMENTS` of them, the inputs of ops that run again after them are in memory, below, or made again as well.
 
 Source: the relaxation of `policies/plan/bound.py`, with the link's time; not from a paper.
@@ -26,7 +28,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memmgr.config.sizes import parse_size, show_size
@@ -95,10 +97,15 @@ class Program:
     def __init__(self, trace: Trace, link: TierLink, budget_bytes: int) -> None:
         self.trace, self.link, self.budget_bytes = trace, link, budget_bytes
         self.rows = Rows()
-        self.ends = self._stretches()
-        self.delays = [self.rows.variable(1.0, 0.0, float("inf")) for _ in self.ends]
         self.gaps = [gap for gap in gaps_of(trace) if gap.before > gap.after + 1]
+        self.ends = self._stretches()
         self.fullest = self._fullest()
+        alone = {self.fullest[i] for i in self._full()} - {0}
+        around = sorted({*alone, *(k + 1 for k in alone)})
+        self.ends = sorted([*{*self.ends, *around}, *around])  # before and after each a stretch to wait in
+        self.fullest = self._fullest()
+        self.alone = [k in alone for k in self.fullest]
+        self.delays = [self.rows.variable(1.0, 0.0, 0.0 if one else float("inf")) for one in self.alone]
 
     def _stretches(self) -> list[int]:
         """The op behind each stretch of the pass."""
@@ -114,7 +121,7 @@ class Program:
         return next((i for i, end in enumerate(self.ends) if op < end), len(self.ends) - 1)
 
     def _fullest(self) -> list[int]:
-        """The op of each stretch with the most bytes in gaps and in its own storages."""
+        """The op of each stretch with the most bytes in gaps and in its own storages; -1: the stretch has no op."""
         size = [storage.size_bytes for storage in self.trace.storages]
         open_bytes = [0] * (len(self.trace.ops) + 2)
         for gap in self.gaps:
@@ -124,13 +131,15 @@ class Program:
             open_bytes[k] += open_bytes[k - 1]
         begins = [0, *self.ends]
         return [
-            max(range(begin, end), key=lambda k: open_bytes[k] + self._own(k))
+            max(range(begin, end), key=lambda k: open_bytes[k] + self._own(k), default=-1)
             for begin, end in zip(begins, self.ends, strict=False)
         ]
 
     def _own(self, k: int) -> int:
-        """The bytes that an op touches."""
+        """The bytes that an op touches. A constant is in a gap from the pass's beginning on."""
         op, storages = self.trace.ops[k], self.trace.storages
+        if op.kind == OpKind.CONSTANT:
+            return 0
         touched = sum(storages[s].size_bytes for s in {*op.inputs, *op.outputs} if storages[s].size_bytes >= SMALL)
         return touched - self.trace.handed_bytes[k]
 
@@ -158,15 +167,13 @@ class Program:
         if gap.seconds is not None:
             gap.again = rows.variable(0.0)
         for i in range(first, last + 1):
-            if gap.after >= 0:
-                gap.written[i] = rows.variable(0.0)
-            if gap.before < len(self.trace.ops):
-                gap.read[i] = rows.variable(0.0)
+            gap.written[i] = rows.variable(0.0)
+            gap.read[i] = rows.variable(0.0)
         away = [(gap.clean, 1.0)]
         for i in range(first, last + 1):
-            away += [(v, 1.0) for v in (gap.written.get(i),) if v is not None]
+            away.append((gap.written[i], 1.0))
             rows.at_most(1.0, *away, *self._made(gap))  # no more than all of it
-            away += [(v, -1.0) for v in (gap.read.get(i),) if v is not None]
+            away.append((gap.read[i], -1.0))
             rows.at_most(0.0, *((v, -c) for v, c in away))
         if gap.before < len(self.trace.ops):  # all of it is back
             rows.at_most(0.0, *away)
@@ -198,12 +205,15 @@ class Program:
                 assert begun.clean is not None
                 left = [] if ended is None or ended.clean is None else [(ended.clean, -1.0)]
                 left += [] if ended is None else [(v, -1.0) for v in ended.written.values()]
+                left += [] if ended is None else [(v, 1.0) for v in ended.read.values()]
                 self.rows.at_most(0.0, (begun.clean, 1.0), *left)
                 self.rows.at_most(0.0, (begun.clean, -1.0), *((v, -c) for v, c in left))
 
     def _fits(self) -> None:
         """In the fullest op of each stretch the resident bytes are at most the budget."""
         for i, k in enumerate(self.fullest):
+            if k < 0:
+                continue
             terms: list[tuple[int, float]] = []
             there = self._own(k)
             for gap in self.gaps:
@@ -213,7 +223,7 @@ class Program:
                 there += size
                 assert gap.clean is not None
                 terms += [(gap.clean, -size), *((v, -size) for v, _ in self._made(gap))]
-                terms += [(v, -size) for j, v in gap.written.items() if j <= i]
+                terms += [(v, -size) for j, v in gap.written.items() if j <= i - self.alone[i]]
                 terms += [(v, size) for j, v in gap.read.items() if j < i]
             self.rows.at_most(self.budget_bytes - there, *terms)
 
@@ -223,6 +233,7 @@ class Program:
         excess = {
             i: sum(size[g.storage] for g in self.gaps if g.after < k < g.before) + self._own(k) - self.budget_bytes
             for i, k in enumerate(self.fullest)
+            if k >= 0
         }
         return sorted((i for i, more in excess.items() if more > 0), key=lambda i: -excess[i])[:MOMENTS]
 
@@ -342,8 +353,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", type=Path, help="of a pass with a measured link")
     parser.add_argument("--budget", action="append", required=True, help="a size, or a share of the need: 50%%")
+    parser.add_argument(
+        "--seconds", type=float, help="of the step without a budget: what the trace's ops take less is spread"
+    )
     args = parser.parse_args()
     trace = read_trace(args.trace)
+    longer = args.seconds / trace.seconds if args.seconds else 1.0
+    trace = replace(trace, ops=tuple(replace(op, seconds=op.seconds * longer) for op in trace.ops))
     if not trace.links:
         parser.error(f"{args.trace}: no link was measured")
     need = trace.unmanaged_peak[0]
@@ -355,7 +371,9 @@ def main() -> None:
         except Unsolved as error:
             parser.error(str(error))
         said = (
-            "nothing fits" if delay is None else f"at least {1 + delay / trace.seconds:.4f}x, {1e3 * delay:.2f} ms more"
+            "nothing fits"
+            if delay is None
+            else f"at least {1e3 * (trace.seconds + delay):.2f} ms, {1 + delay / trace.seconds:.4f}x"
         )
         print(f"{show_size(limit)} ({limit / need:.1%}): {said}")
 
