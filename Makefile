@@ -25,13 +25,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo docs test says-test test-fast says-test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
+.PHONY: help setup demo docs test says-test test-fast says-test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release release-check clean
 
 # In order of use; a word with a colon is a heading.
 HELP := try-it: demo docs gpu-check \
   work-on-it: setup test-fast format lint api stub compiled clangd locks measures clean \
   check-it: test test-ops test-all test-sanitized soak check-units check-locks check-headers test-foreign compatibility bench \
-  release-it: release-check wheel wheels gpu-bundle
+  release-it: release-check release wheel wheels gpu-bundle
 
 help:
 	@for t in $(HELP); do case $$t in *:) echo "$${t//-/ }";; *) \
@@ -220,6 +220,9 @@ wheel: ## one wheel in dist/, with the pager for the torch at hand, or of WITH="
 wheels: ## one wheel for torch 2.11 to 2.15 and three Pythons, each tried without a compiler (WHEELS_ARGS="--torch 2.13.0+cpu --python python3.11")
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) tools/house/wheels.py $(WHEELS_ARGS)
+
+release: release-check ## the wheels of a release; refused while anything is missing
+	@$(MAKE) --no-print-directory wheels
 
 release-check: ## what is missing before a release
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
