@@ -126,6 +126,9 @@ def test_a_leak_is_in_the_summary_as_json(folder: Path) -> None:
     (folder / "leaks.py").write_text(leaking)
     done = memmgr("run", "--fail-on-leak", "--json", "run.json", "--budget", "12MB", "leaks.py", cwd=folder)
     assert done.returncode == 3, done.stderr
+    assert re.search(
+        r"^memmgr run: a leak: .* made at leaks\.py:\d+ .*; --fail-on-leak: the exit code is 3$", done.stderr, re.M
+    )
     told = re.findall(r"^memmgr: a leak: .*$", done.stderr, re.MULTILINE)  # while it runs, and in the summary
     assert len(told) == 2 and all("kept in the list `kept` of leaks.py; " in line for line in told), done.stderr
     (leak,) = json.loads((folder / "run.json").read_text())["leaks"]

@@ -176,7 +176,7 @@ def test_passes_count_once_they_have_settled() -> None:
     managed.plans += [2, 2, 2, 2]
     found = compare(plain, managed)
     assert managed.settled_from == 9 and found.slowdown == 2 and found.passes == 4
-    assert found.seconds == 2 and found.plain_seconds == 1 and found.doubt == 0
+    assert found.seconds == 2 and found.plain_seconds == 1 and found.doubt == 0 and found.after == 9
 
 
 def test_passes_that_something_else_has_disturbed_do_not_count() -> None:
@@ -571,6 +571,7 @@ def test_one_command_from_the_script_to_the_proposal(tmp_path: Path) -> None:
     assert made["run"]["passes"] >= 3 and made["run"]["slowdown"] > 0 and made["predicted"] > 0
     assert made["lower_bound"] >= 1 and 0 < made["run"]["peak_bytes"] <= made["budget_bytes"] and found["in_turns"]
     assert (tmp_path / "x.svg").stat().st_size > 5000 and found["need_bytes"] > 10_000_000
+    assert found["need_bytes"] == found["curve"][0]["run"]["peak_bytes"], "as memmgr run has it"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "x.svg"]
 
 
