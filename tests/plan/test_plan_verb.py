@@ -20,7 +20,7 @@ from memmgr.tools import cli
 from memmgr.tools.bench import measure
 from memmgr.tools.common import make_step, outlook
 from memmgr.tools.common.rates import DEVICES, read_rates, write_rates
-from memmgr.tools.common.sweep import no_worse
+from memmgr.tools.common.sweep import cut, no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import plan
 
@@ -245,8 +245,27 @@ def test_an_interrupt_is_neither_lost_nor_another_error(place: str, tmp_path: Pa
     assert (done.returncode, done.stderr) == (130, said)
 
 
-def test_a_faster_device_takes_less_time(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = planned(capsys, "--device", "t4,h100", "--sweep", what)
+def test_a_picture_says_that_it_is_cut() -> None:
+    assert cut([None, 1.0, 2.5], 2.5) == "" == cut([None], 2.5)
+    assert cut([1.0, None, 14.62], 2.5) == "; cut at 2.5x, the largest is 14.6x"
+
+
+def test_the_source_of_a_devices_figures_needs_no_other_line() -> None:
+    for rates in DEVICES.values():
+        assert "above" not in rates.source, rates.source
+
+
+def test_a_faster_device_takes_less_time(
+    what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plan.plot, "check_picture", lambda path: None)
+    monkeypatch.setattr(plan.plot, "slowdown", lambda *given: drawn.append(given))
+    rows = planned(capsys, "--device", "t4,h100", "--sweep", "--picture", str(tmp_path / "x.png"), what)
+    ((points, _, title),) = drawn
+    assert {point.lower_bound for row in points for point in row} == {None}, "whose would it be?"
+    largest = max(r["overhead"] for r in rows if r["fits"])
+    assert title == what + cut([largest], plan.plot._HIGHEST)
     assert len(rows) == 20 and [r["device"] for r in rows[:2]] == ["t4", "h100"]
     assert rows[0]["unmanaged_seconds"] > 2 * rows[1]["unmanaged_seconds"]
     assert rows[0]["unmanaged_peak_bytes"] == rows[1]["unmanaged_peak_bytes"]
@@ -268,7 +287,7 @@ def test_it_draws(words: tuple[str, ...], what: str, capsys: pytest.CaptureFixtu
 def test_what_makes_no_sense_is_said_in_a_line(what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "neither FILE.py:FUNCTION nor a folder" in refused(capsys, "--device", "t4", str(tmp_path))
     assert "no function 'missing'" in refused(capsys, "--device", "t4", what.replace("make_step", "missing"))
-    assert "no such file" in refused(capsys, "--device", "t4", "nowhere.py:f")
+    assert "cannot read nowhere.py: No such file" in refused(capsys, "--device", "t4", "nowhere.py:f")
     text = tmp_path / "text.py"
     text.write_text("raise SystemExit('it was executed')\ndef make_step(): pass\n")
     assert refused(capsys, f"{text}:mak_step").endswith("has no function 'mak_step'; did you mean 'make_step'?\n")

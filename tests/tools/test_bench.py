@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forkserver
@@ -24,7 +25,7 @@ from memmgr.tools.bench.largest import Try, bisect
 from memmgr.tools.bench.models import MODELS, make
 from memmgr.tools.bench.rows import Row, rows_of
 from memmgr.tools.bench.systems import SYSTEMS
-from memmgr.tools.bench.table import cells
+from memmgr.tools.bench.table import HEAD, LARGEST_HEAD, cells, largest_cells
 from memmgr.tools.bench.turns import Cell, Nursery, together
 from memmgr.tools.common.usage_error import UsageError
 
@@ -127,6 +128,16 @@ def test_a_step_without_its_plan_says_so() -> None:
         row = Row("GPT", "50%", system, 50, 100, 50, 60, 1.0, (1.0, 1.0, 1.0), 1.0, "yes", stats=stats)
         said.append(next(cells([row]))[-1])
     assert said == ["yes, no plan", "yes", "yes", "yes"]
+
+
+def test_a_reason_is_in_a_column_that_is_named_after_it() -> None:
+    row = Row("GPT", "5%", "auto", 50, 100, 0, 0, 0.0, (0.0, 0.0, 0.0), 0.0, "", error="needs 2.78 MB")
+    found = {"GPT": {"memory_bytes": 10**6, "systems": {"auto": {"error": "needs 3 MB", "batch": 0}}}}
+    record = SimpleNamespace(largest=found)
+    for head, told in ((HEAD, next(cells([row]))), (LARGEST_HEAD, next(largest_cells(record)))):  # type: ignore[arg-type]
+        named = dict(zip(head, told, strict=True))
+        assert [name for name, word in named.items() if word.startswith("needs ")] == [head[-1]]
+        assert head[-1].endswith(", or why not")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

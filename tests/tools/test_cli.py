@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import memmgr
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES
 from memmgr.policies.published.systems import PUBLISHED
 from memmgr.tools import cli
@@ -102,6 +103,78 @@ def test_policy_help_names_all_policies(verb: str, capsys: pytest.CaptureFixture
     }
     described = {line.split()[0] for line in policy_option.listing().splitlines() if re.match(r"  \w+ +\w", line)}
     assert described >= {*POLICIES} - {"nothing"}
+
+
+def test_the_help_says_where_to_begin_before_it_lists_the_verbs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80 and len(shown.splitlines()) <= 40
+    begin = shown.partition("begin with:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(begin) == 3 and begin[0].startswith("  memmgr run train.py ")
+    assert shown.index("begin with:") < shown.index("verbs:")
+    assert {line.split()[1] for line in begin} <= {verb for verb, _, _ in cli.VERBS}
+
+
+@pytest.mark.parametrize("word", sorted(cli.ELSEWHERE))
+def test_a_word_that_is_no_verb_is_told_the_place_that_has_it(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([word, "train.py"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and said.startswith(f"memmgr: error: there is no verb {word}: memmgr")
+    assert "did you mean" not in said
+    for verb in re.findall(r"memmgr (\w[\w-]*)", said):
+        assert verb in {name for name, _, _ in cli.VERBS}
+    for function in re.findall(r"memmgr\.(\w+)\(\)", said):
+        assert function in memmgr.__all__
+
+
+def test_holders_and_leaks_are_in_explain_top_and_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("explain", "leaks"):
+        with pytest.raises(SystemExit):
+            cli.main([word])
+        said = capsys.readouterr().err
+        assert "memmgr.explain()" in said and "memmgr top" in said and "memmgr report" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run gone.x",
+        "trace --out x.trace gone.x",
+        "tune gone.x",
+        "simulate gone.x",
+        "report gone.x",
+        "plan gone.py:make_step",
+        "plan --device gone.json model.py:make_step",
+        "doctor --explain gone.x",
+        "doctor --measure here.json --step gone.py:make_step",
+    ],
+)
+def test_a_missing_file_has_one_wording(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text("def make_step(): pass\n")
+    assert cli.main(words.split()) == 2
+    name = re.search(r"gone\.\w+", words)
+    assert name is not None
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"memmgr {words.split()[0]}: cannot read {name[0]}: No such file or directory"
+
+
+def test_simulate_says_that_a_file_is_wrong_before_it_asks_for_a_budget(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.jsonl").write_text('{"type":"hello"}\n')
+    (tmp_path / "some.trace").write_text("nothing\n")
+    for name, says in (("run.jsonl", "is a run's log, for memmgr report"), ("some.trace", "memmgr trace has recorded")):
+        assert cli.main(["simulate", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert says in said and "a budget is needed" not in said
 
 
 @pytest.mark.parametrize("verb", [verb for verb, _, _ in cli.VERBS])

@@ -85,11 +85,12 @@ OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PO
 # The names that the Python of a page takes as given.
 GIVEN = {
     "README.md": """
-from types import SimpleNamespace
 import torch
 layer = torch.nn.Linear(8, 8)
-model = lambda batch: SimpleNamespace(loss=layer(batch).square().mean())
-loader, optimizer = [torch.randn(4, 8) for _ in range(3)], torch.optim.SGD(layer.parameters(), lr=0.1)
+model, loader = layer, [torch.randn(4, 8) for _ in range(3)]
+def train(model, loader):
+    for batch in loader:
+        model(batch).square().mean().backward()
 """,
     "docs/frameworks.md": """
 import contextlib
@@ -410,27 +411,84 @@ def test_the_readme_says_first_what_it_is_and_where_it_runs() -> None:
     assert any("slow on a GPU" in line for line in first) and any(line.startswith("**Status**") for line in first)
     assert any("(docs/reports/2026-11-28-first-light.md)" in line for line in first), "how slow, and what has not run"
     assert re.findall(r"^## (.*)$", README, re.MULTILINE) == [
-        "Install",
-        "Three ways to use it",
-        "What it does",
+        "A first budget",
         "What it costs",
+        "What it does",
         "Works with, and does not",
-        "Compared with",
         "When it does not help",
         "Documents",
     ]
 
 
-def test_the_first_screen_has_two_commands_a_table_of_four_rows_and_a_picture() -> None:
+def test_the_first_screen_has_two_commands_and_what_they_take() -> None:
     screen = README.partition("\n## ")[0]
     (block,) = re.findall(r"^```sh\n([\s\S]*?)^```", screen, re.MULTILINE)
     assert re.findall(r"^(make \w+) .*minutes", block, re.MULTILINE) == ["make demo", "make test"]
-    (table,) = re.findall(r"(?:^\|.*\n)+", screen, re.MULTILINE)
+    assert screen.count("\n") < 20 and "|" not in screen
+
+
+def test_the_first_budget_is_three_lines_and_a_command_and_comes_before_any_figures() -> None:
+    first = README.partition("## A first budget")[2].partition("\n## ")[0]
+    (python,) = re.findall(r"^```python\n([\s\S]*?)^```", first, re.MULTILINE)
+    assert len([line for line in python.splitlines() if line.strip()]) == 3 and "memmgr.budget(" in python
+    assert re.search(r"^memmgr run --budget \w+ train\.py", first, re.MULTILINE) and "|" not in first
+
+
+def test_the_readme_has_one_table_of_four_rows_and_one_picture() -> None:
+    costs = README.partition("## What it costs")[2].partition("\n## ")[0]
+    (table,) = re.findall(r"(?:^\|.*\n)+", costs, re.MULTILINE)
     assert re.findall(r"^\| (\d+ %) ", table, re.MULTILINE) == ["100 %", "75 %", "50 %", "35 %"]
-    assert screen.count("![") == 1 and "checkpointing takes" in screen
-    section = README.partition("## What it costs")[2].partition("\n## ")[0]
-    (table,) = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    assert "checkpointing" in table.splitlines()[0], "a GPU's"
+    assert README.count("![") == costs.count("![") == 1 and "checkpointing takes" in costs
+    assert len(re.findall(r"(?:^\|.*\n)+", README, re.MULTILINE)) == 2, "the other says what works"
+
+
+CPU_TORCH = 'pip install "torch{}" --index-url https://download.pytorch.org/whl/cpu'
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_command_of_the_cpus_torch_is_beside_what_is_installed_without_it(page: str) -> None:
+    """Without the range a newer torch would be replaced by PyPI's, with CUDA."""
+    text = (ROOT / page).read_text()
+    (project,) = re.findall(r'"torch(>=[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    at = text.index(CPU_TORCH.format(project))
+    beside = " ".join(text[max(0, at - 400) : at + 400].split())
+    assert re.search(r"[Ww]here there is no torch it installs PyPI's, with CUDA \(gigabytes\)", beside)
+
+
+QUESTIONS = {
+    "compile": "torch.compile",
+    "DDP": "DDP",
+    "GPU": "GPU",
+    "remove": "remove it",
+    "host tier": "host tier",
+    "files": "files go",
+    "cost": "slower",
+    "checkpointing": "compare to checkpointing",
+    "bug": "report a bug",
+    "contribute": "contribute",
+}
+
+
+@pytest.mark.parametrize("subject", QUESTIONS)
+def test_a_question_of_a_newcomer_has_a_heading_and_a_page_that_says_more(subject: str) -> None:
+    parts = re.split(r"^### ", (DOCS / "faq.md").read_text(), flags=re.MULTILINE)
+    (answer,) = [part for part in parts[1:] if QUESTIONS[subject] in part.partition("\n")[0]]
+    assert len(answer.split()) < 130 and ("](" in answer or "`" in answer)
+
+
+def test_one_page_says_where_to_report_a_problem_and_all_others_agree() -> None:
+    """There is no tracker before a release: the texts are true of any copy."""
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Report a problem")[2].partition("\n## ")[0]
+    security, form = ((ROOT / ".github" / name).read_text() for name in ("SECURITY.md", "ISSUE_TEMPLATE/bug.md"))
+    for text in (page, security):
+        words = " ".join(text.split())
+        assert "`pip show --verbose memmgr` names" in words and "names none is no release" in words
+    (wanted,) = re.findall(r"`(memmgr doctor[^`]*)`", page)
+    assert re.findall(r"`(memmgr doctor[^`]*)`", form) == [wanted]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text().partition("## Report a problem")[2]
+    for text in (README, contributing, (DOCS / "faq.md").read_text()):
+        assert "troubleshooting.md#report-a-problem)" in text
+    assert "memmgr doctor" not in contributing
 
 
 # ---- the API reference -----------------------------------------------------------------------------------------------

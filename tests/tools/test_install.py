@@ -118,14 +118,37 @@ with memmgr.budget("1GB", device="cpu", quiet=True):
     assert "compiling" not in done.stderr
 
 
+def test_a_wheel_never_lacks_the_pager(tmp_path: Path) -> None:
+    """Where no Python has torch, `.venv` gets one first: without the library each machine would need a compiler."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    says = ["make", "-n", "-C", tmp_path, "wheel", f"PYTHON={sys.executable}"]
+    for pythons, made, named in (
+        ("", True, tmp_path / ".venv" / "bin" / "python"),
+        (sys.executable, False, sys.executable),
+    ):
+        done = subprocess.run([*says, f"WITH={pythons}"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        (packs,) = re.findall(
+            r"prebuilt\.py build/wheel/raw/\*\.whl build/wheel/with *(.*)$", done.stdout, re.MULTILINE
+        )
+        assert packs == str(named), done.stdout
+        assert ("make wheel: no Python here has torch, psutil and numpy" in done.stdout) == made
+        assert bool(re.search(r"pip install .*-e \.$", done.stdout, re.MULTILINE)) == made
+    prebuilt = [sys.executable, str(ROOT / "tools" / "house" / "prebuilt.py"), "x.whl", str(tmp_path)]
+    done = subprocess.run(prebuilt, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "WHEEL FOLDER PYTHON ..." in done.stderr
+
+
 @pytest.mark.slow
 def test_the_wheel(tmp_path: Path) -> None:
     """Needs a network: the packages that build it are fetched."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist", ".*_cache"))
-    subprocess.run(
-        ["make", "-C", tree, "wheel", f"PYTHON={sys.executable}"], check=True, capture_output=True, timeout=600
-    )
+    command = ["make", "-C", tree, "wheel", f"PYTHON={sys.executable}"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    release = f"torch {torch.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"
+    assert f"the wheel needs no compiler with {release}. With another release it compiles" in said
     (wheel,) = (tree / "dist").glob("*.whl")
     assert re.search(r"-py3-none-manylinux_2_\d+_x86_64\.whl$", wheel.name), wheel.name
     assert not (tree / ".venv").exists(), "the packages of the tests were fetched"

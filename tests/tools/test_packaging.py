@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.resources
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -293,6 +294,23 @@ def test_an_address_makes_the_links_of_the_readme_absolute(scripts: None, monkey
     assert "(https://host/us/memmgr/blob/main/docs/benchmarks.md#on-a-gpu)" in text
     assert release.dynamic_metadata("authors") == [{"name": "A. Uthor"}]
     assert release.dynamic_metadata("urls")["Homepage"] == "https://host/us/memmgr"
+
+
+def test_a_release_is_refused_while_something_is_missing(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "CITATION.cff", "CHANGELOG.md", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "tools" / "house", tmp_path / "tools" / "house")
+    emptied = re.sub(
+        r'^(author|email|address) = ".*"', r'\1 = ""', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE
+    )
+    (tmp_path / "pyproject.toml").write_text(emptied)
+    (tmp_path / "tools" / "house" / "wheels.py").write_text("print('wheels are made')\n")
+    command = ["make", "-C", tmp_path, "release", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "author is empty" in done.stdout and "wheels are made" not in done.stdout
+    (tmp_path / "tools" / "house" / "release.py").write_text("")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "wheels are made" in done.stdout, done.stderr
 
 
 def test_versions_of_a_release_agree(scripts: None) -> None:

@@ -105,7 +105,7 @@ def test_a_summary_as_json_has_the_same_keys_for_each_run(folder: Path) -> None:
     (folder / "fails.py").write_text(TRAIN.replace("import hashlib", "raise ValueError('no')"))
     found = {}
     for name, budget in (("train", "8MB"), ("idle", "none"), ("fails", "none")):
-        words = ["--quiet", "--json", f"{name}.json", "--budget", budget, f"{name}.py"]
+        words = ["--fail-on-leak", "--quiet", "--json", f"{name}.json", "--budget", budget, f"{name}.py"]
         done = memmgr("run", *words, cwd=folder)
         assert done.returncode == (name == "fails"), done.stderr
         found[name] = json.loads((folder / f"{name}.json").read_text())
@@ -124,8 +124,11 @@ def test_a_leak_is_in_the_summary_as_json(folder: Path) -> None:
     leaking = TRAIN.replace("range(4):\n    loss", "range(9):\n    y = model(x)\n    kept.append(y)\n    loss")
     leaking = leaking.replace("model(x).square()", "y.square()").replace("torch.manual_seed(0)", "kept = []")
     (folder / "leaks.py").write_text(leaking)
-    done = memmgr("run", "--json", "run.json", "--budget", "12MB", "leaks.py", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    done = memmgr("run", "--fail-on-leak", "--json", "run.json", "--budget", "12MB", "leaks.py", cwd=folder)
+    assert done.returncode == 3, done.stderr
+    assert re.search(
+        r"^memmgr run: a leak: .* made at leaks\.py:\d+ .*; --fail-on-leak: the exit code is 3$", done.stderr, re.M
+    )
     told = re.findall(r"^memmgr: a leak: .*$", done.stderr, re.MULTILINE)  # while it runs, and in the summary
     assert len(told) == 2 and all("kept in the list `kept` of leaks.py; " in line for line in told), done.stderr
     (leak,) = json.loads((folder / "run.json").read_text())["leaks"]

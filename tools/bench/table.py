@@ -22,7 +22,7 @@ HEAD = (
     "of reference",
     "quartiles",
     "processor",
-    "same bits",
+    "same bits, or why not",
 )
 _BITS = {"yes": "yes", "no": "NO", "parameters": "yes, buffers differ"}
 
@@ -57,7 +57,17 @@ def _without_plan(row: Row) -> bool:
     return SYSTEMS[row.system].planned and stats.get("reclaims", 0) > 0 and not stats.get("planned_passes")
 
 
-LARGEST_HEAD = ("model", "memory", "system", "batch", "of unmanaged", "a sample", "of unmanaged's", "processor", "peak")
+LARGEST_HEAD = (
+    "model",
+    "memory",
+    "system",
+    "batch",
+    "of unmanaged",
+    "a sample",
+    "of unmanaged's",
+    "processor",
+    "peak, or why not",
+)
 
 
 def largest_cells(record: Record) -> Iterator[list[str]]:
@@ -68,7 +78,7 @@ def largest_cells(record: Record) -> Iterator[list[str]]:
             name = f"memmgr {system}" if SYSTEMS[system].policy else system
             head = [model, megabytes(found["memory_bytes"]), name]
             if one.get("error") or not one["batch"]:
-                yield [*head, "-", one.get("error") or "not even one sample", "", "", "", ""]
+                yield [*head, "-", "", "", "", "", one.get("error") or "not even one sample"]
                 continue
             much = f"{one['batch'] / first['batch']:.2f}x" if first.get("batch") else ""
             sample = one["seconds"] / one["batch"]

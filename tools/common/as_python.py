@@ -13,7 +13,7 @@ import traceback
 from types import CodeType, ModuleType
 
 from memmgr.config.did_you_mean import meant
-from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.common.usage_error import UsageError, cannot_read
 
 
 def set_path(args: argparse.Namespace) -> None:
@@ -50,7 +50,7 @@ def load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
         edit = getattr(args, "edit", None)  # of the verb tune: another batch size
         code = compile(source if edit is None else edit(source, path), path, "exec", dont_inherit=True)
     except OSError as error:
-        raise UsageError(f"cannot read {args.script}: {error.strerror}{_meant_beside(path)}") from None
+        raise UsageError(f"{cannot_read(args.script, error)}{_meant_beside(path)}") from None
     except (SyntaxError, ValueError):
         traceback.print_exc(limit=0)
         raise SystemExit(1) from None

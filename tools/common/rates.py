@@ -18,7 +18,7 @@ from typing import Any
 
 from memmgr.policies.trace import TierLink
 from memmgr.tools.common.outputs import write_whole
-from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.common.usage_error import UsageError, cannot_read
 
 VERSION = 1
 SIMULATION = ("version", "figures")
@@ -75,6 +75,8 @@ def _card(
 _PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
 """GB/s each way of 16 lanes: 8, 16 and 32 GT/s, 128 bits in 130 (PCI-SIG, PCI Express Base Specification 3.0, 4.0, 5.0)."""
 
+_HALVES = "half of its figures, which are for sparse matrices"
+
 DEVICES: dict[str, Rates] = {
     one.name: one
     for one in (
@@ -93,10 +95,10 @@ DEVICES: dict[str, Rates] = {
             3350,
             80 * GIB,
             _PCIE5,
-            "NVIDIA H100 datasheet, SXM, halves of those with sparsity",
+            f"NVIDIA H100 datasheet, SXM, {_HALVES}",
         ),
-        _card("h200", 67, 494.5, 989.5, 4800, 141 * 10**9, _PCIE5, "NVIDIA H200 datasheet, SXM, halves as above"),
-        _card("l4", 30.3, 60, 121, 300, 24 * GIB, _PCIE4, "NVIDIA L4 datasheet, halves as above"),
+        _card("h200", 67, 494.5, 989.5, 4800, 141 * 10**9, _PCIE5, f"NVIDIA H200 datasheet, SXM, {_HALVES}"),
+        _card("l4", 30.3, 60, 121, 300, 24 * GIB, _PCIE4, f"NVIDIA L4 datasheet, {_HALVES}"),
         _card("t4", 8.1, 8.1, 65, 320, 16 * GIB, _PCIE3, "NVIDIA T4 datasheet; it has no bf16 units", bfloat16=8.1),
     )
 }
@@ -119,7 +121,7 @@ def read_rates(path: Path) -> Rates:
             raise ValueError("a rate or a size that is not above 0")
         return Rates(**found, link=link, calls=calls)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
+        raise cannot_read(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is no table of memmgr doctor --measure ({type(error).__name__}: {error})") from None
 

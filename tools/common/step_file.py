@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memmgr.config.did_you_mean import meant
-from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.common.usage_error import UsageError, cannot_read
 
 
 def is_model_folder(path: Path) -> bool:
@@ -27,9 +27,7 @@ def step_function(what: str) -> tuple[Path, str]:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
-        raise UsageError(
-            f"{path}: {'no such file' if isinstance(error, FileNotFoundError) else error.strerror}"
-        ) from None
+        raise cannot_read(path, error) from None
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         said = error.msg if isinstance(error, SyntaxError) else error

@@ -1,4 +1,4 @@
-"""Shares schedules between the budgets of a sweep."""
+"""Shares schedules between the budgets of a sweep, and words its picture's title."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def no_worse(seconds: Sequence[float | None]) -> list[int]:
             best = place
         found.append(best)
     return found[::-1]
+
+
+def cut(factors: Sequence[float | None], highest: float) -> str:
+    """The part of a picture's title about factors above its upper end; empty without one."""
+    largest = max((factor for factor in factors if factor is not None), default=0.0)
+    return f"; cut at {highest:g}x, the largest is {largest:.1f}x" if largest > highest else ""

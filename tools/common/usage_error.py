@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from memmgr.config.did_you_mean import meant
@@ -12,6 +13,19 @@ from memmgr.config.did_you_mean import meant
 
 class UsageError(Exception):
     """The text is the line."""
+
+
+def cannot_read(path: str | Path, error: OSError) -> UsageError:
+    """The line about a file of the user's that is missing, a folder, or not readable."""
+    return UsageError(f"cannot read {path}: {error.strerror or error}")
+
+
+def check_readable(path: Path) -> None:
+    """Raises `UsageError`: the file cannot be opened."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise cannot_read(path, error) from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -115,7 +115,7 @@ def _row(size: int, now: int, managed: Result, plain: Result, most: float, runne
             raise UsageError(f"the script failed with a batch of {size}: {managed.error}\n{runner.last_lines()}")
         return Row(size, error="does not fit")
     found = compare(plain, managed, size / now)
-    if found.slowdown is None:
+    if found.factor is None:
         return Row(size, error=f"{found.why} (it made {len(managed.ends)})")
-    late = f"more than {most:.2f}x a sample" if found.slowdown > most else ""
-    return Row(size, found.seconds, found.slowdown, found.doubt, managed.need_bytes, late)
+    late = f"more than {most:.2f}x a sample" if found.factor > most else ""
+    return Row(size, found.seconds, found.factor, found.doubt, managed.need_bytes, late)

@@ -29,6 +29,10 @@ MEASURED_SECONDS, MOST_MEASURED = 8.0, 10
 as many."""
 SPARE = 1.25
 """Two runs take turns where so many times their memory is free."""
+NOISY = 1.1
+"""A run under a budget can hardly be so many times faster than one without."""
+DOUBTFUL = 0.05
+"""A slowdown with a larger doubt says little."""
 _FOREVER = 1 << 30
 
 
@@ -39,6 +43,7 @@ class Measured:
     # time of the same passes of both, one over the other; None: too few were there, or the budget was too small
     slowdown: float | None
     passes: int = 0  # passes that were compared
+    after: int = 0  # passes before those: a plan was made in them, so they are slower
     seconds: float = 0.0  # of one of them, with the budget
     plain_seconds: float = 0.0  # of one of them, without memmgr
     doubt: float = (
@@ -50,6 +55,18 @@ class Measured:
     processor: float | None = None
     link: TierLink | None = None  # the tier below, as the run under the budget measured it; None: there is none
     peak_bytes: int = 0  # the most that the run under the budget held
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Other programs were at work: equal passes differ, or the run is faster than one without memmgr can be."""
+        return self.slowdown is not None and (self.doubt > DOUBTFUL or self.slowdown * NOISY < 1)
+
+    @property
+    def factor(self) -> float | None:
+        """The slowdown that a limit is compared with. For a run in doubt it is the processor time's, if that is larger."""
+        if self.slowdown is None or self.processor is None or not self.is_doubtful:
+            return self.slowdown
+        return max(self.slowdown, self.processor)
 
 
 class Runner:
@@ -197,6 +214,7 @@ def compare(plain: Result, managed: Result, samples: float = 1.0) -> Measured:
     return Measured(
         took / usual / samples,
         there - first,
+        first,
         took,
         usual,
         spread / math.sqrt(len(pairs)) / samples,

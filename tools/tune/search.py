@@ -31,16 +31,17 @@ class At:
 
     share: int  # of the need, in per cent
     budget_bytes: int  # the budget
-    # time of a pass over one without memmgr: by the simulator, corrected by the runs; where it was run, as it was before the run.
-    # None: no plan was found
-    predicted: float | None
+    predicted: (
+        float | None
+    )  # time of a pass over one without memmgr: simulated, corrected by all runs; None: no plan was found
     lower_bound: float | None  # no schedule is faster; None: not known
     run: Measured | None = None  # None: it was not run
+    before: float | None = None  # the prediction from before its run; None: it was not run, or no plan was found
 
     @property
     def measured(self) -> float | None:
         """The same ratio of its run; None: it was not run, or failed."""
-        return None if self.run is None else self.run.slowdown
+        return None if self.run is None else self.run.factor
 
 
 @dataclass
@@ -80,17 +81,18 @@ class _Correction:
 class Curve:
     """The predicted slowdown by budget: the simulator's, corrected by the runs.
 
-    `base`: the slowdown without a limit, as measured. `say`: gets a line before budgets are simulated.
+    `base`: the slowdown without a limit, as measured. `say`: gets a line before budgets are simulated. `need_bytes`: the peak
+    without a limit, as measured; None: the recorded pass's, in which an op's inputs live until its end.
     """
 
-    def __init__(self, trace: Trace, base: float, say: Callable[[str], None]) -> None:
+    def __init__(self, trace: Trace, base: float, say: Callable[[str], None], need_bytes: int | None = None) -> None:
         self._trace = smoothed(trace)
         self._say = say
         self._base = base
         self._link = trace.links[0] if trace.links else None
         self._found: dict[int, Outlook] = {}
         self._runs: dict[int, float] = {}  # measured slowdowns by share
-        self.need_bytes = trace.unmanaged_peak[0]
+        self.need_bytes = need_bytes or trace.unmanaged_peak[0]
 
     def at(self, share: int) -> Outlook:
         """The simulator's outlook, made once. `share`: of the need, in per cent."""
@@ -104,8 +106,8 @@ class Curve:
         """Predictions from now on have the link that a run has measured (the recorded pass moved nothing, so it was idle), and
         agree with the run.
         """
-        assert found.slowdown is not None
-        self._runs[share] = found.slowdown
+        assert found.factor is not None
+        self._runs[share] = found.factor
         self._link = found.link or self._link
         self._found.clear()
 
@@ -173,10 +175,12 @@ def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> t
     while bad < share < good and len(tried) < MOST_RUNS:
         budget_bytes = round_up(curve.need_bytes * share // 100)
         name = f"{share} % of the need, {show_size(budget_bytes)} (budget {len(tried) + 1} of at most {MOST_RUNS})"
-        made = tried[share] = At(share, budget_bytes, curve.factor(share), None, run(budget_bytes, name))
-        if made.run is not None and made.run.slowdown is not None:
-            curve.learn(share, made.run)
-        if made.measured is not None and made.measured <= most:
+        before = curve.factor(share)
+        found = run(budget_bytes, name)
+        tried[share] = At(share, budget_bytes, None, None, found, before)
+        if found.factor is not None:
+            curve.learn(share, found)
+        if found.factor is not None and found.factor <= most:
             good = share
         else:
             bad = share
@@ -190,7 +194,7 @@ def propose(curve: Curve, most: float, run: Callable[[int, str], Measured]) -> t
 
 
 def _with_run(at: At, run: At | None) -> At:
-    return at if run is None else replace(run, lower_bound=at.lower_bound)
+    return at if run is None else replace(run, predicted=at.predicted, lower_bound=at.lower_bound)
 
 
 def device_sizes(need_bytes: int) -> list[tuple[int, str]]:

@@ -35,7 +35,7 @@ from memmgr.tools.common.interrupts import ends_at_once
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
 from memmgr.tools.common.step_file import is_model_folder, step_function
-from memmgr.tools.common.sweep import no_worse
+from memmgr.tools.common.sweep import cut, no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs.run import take_ratio
 from memmgr.tools.view import plot
@@ -321,7 +321,10 @@ def _show(found: Outlook, on: _On, took: float) -> None:
         room = f" of {show_size(found.tier_room_bytes)}" if found.tier_room_bytes is not None else ""
         print(f"tier       {show_size(found.tier_bytes)}{room} at most")
     if found.half_overhead_budget_bytes is not None:
-        print(f"half       of what the budget costs is gone at {show_size(found.half_overhead_budget_bytes)}")
+        half = 1 + (found.overhead - 1) / 2
+        print(
+            f"better     {show_size(found.half_overhead_budget_bytes)} takes at most {half:.3f}x, half of that extra time"
+        )
     print(f"planned    {ops_run(on.trace):,} ops in {show_seconds(took)}")
 
 
@@ -344,10 +347,14 @@ def _sweep(args: argparse.Namespace, on: list[_On]) -> int:
     found = list(zip(*map(_curve, on), strict=True))
     if args.picture:
         points = [
-            [plot.Point(tenths / 10, o.overhead, o.lower_bound, one.rates.name) for o, one in zip(row, on, strict=True)]
+            [
+                # Each device has a bound of its own, and the picture shows one.
+                plot.Point(tenths / 10, o.overhead, o.lower_bound if len(on) == 1 else None, one.rates.name)
+                for o, one in zip(row, on, strict=True)
+            ]
             for tenths, row in zip(_TENTHS, found, strict=True)
         ]
-        plot.slowdown(points, args.picture, args.what)
+        plot.slowdown(points, args.picture, args.what + cut([o.overhead for row in found for o in row], plot._HIGHEST))
     if args.json:
         print(json.dumps([asdict(o) for row in found for o in row]))
         return 0

@@ -10,7 +10,7 @@ first call of a module, or the first tensor that autograd saves, on the device o
 the script ends there: in one line with code 2, or with a BudgetError if the tensors on the device already exceed it.
 
 Python processes that the script starts have a budget, too. Each rank of a distributed job has the whole budget and a
-log of its own; ranks on one host share --disk-size and --host. An option overrides MEMMGR_BUDGET and MEMMGR_CONF.
+log of its own; ranks on one host share --disk-size and --host. Options override MEMMGR_BUDGET and MEMMGR_CONF.
 """
 
 from __future__ import annotations
@@ -61,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy(parser)
     parser.add_argument("--disk", metavar="FOLDER", help="for evicted tensors; or none")
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
-    parser.add_argument(
-        "--host",
-        metavar="SIZE",
-        help="memory for offloaded tensors: of the CPU device, page cache; or none",
-    )
+    parser.add_argument("--host", metavar="SIZE", help="memory for offloaded tensors (CPU: page cache); or none")
     parser.add_argument("--device", help="the device that the budget limits (default: the accelerator, else cpu)")
     parser.add_argument(
         "--log",
@@ -75,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write a summary, one JSON object, when the script ends")
     parser.add_argument("--verify", action="store_true", help="compare all restored bytes with checksums")
+    parser.add_argument("--fail-on-leak", action="store_true", help="exit code 3 where a leak was found")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
     parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
     parser.add_argument("script", help="the script, or the module")
@@ -110,7 +107,20 @@ def run(args: argparse.Namespace) -> int:
         except Refused:
             _Closing.silent = True
             raise
-    return _start(args, code, main)
+    ended = _start(args, code, main)
+    if (
+        ended == 0 and getattr(args, "fail_on_leak", False) and (found := _leak_texts())
+    ):  # the verb trace has no such option
+        print(f"memmgr run: {found[0]}; --fail-on-leak: the exit code is 3", file=sys.stderr)
+        return 3
+    return ended
+
+
+def _leak_texts() -> list[str]:
+    """A sentence about each leak of the budget that is open."""
+    module = sys.modules.get("memmgr.api.budget")
+    last = module.last() if module is not None else None
+    return [] if last is None else last.leak_texts()
 
 
 def _note_misplaced(args: argparse.Namespace) -> None:

@@ -37,14 +37,14 @@ from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
-from memmgr.telemetry.trace_file import read_trace
+from memmgr.telemetry.trace_file import is_trace, read_trace
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
 from memmgr.tools.common.outlook import fitting, outlook
 from memmgr.tools.common.outputs import check_output, quiet_output, write_whole
 from memmgr.tools.common.policy_option import Listed, listing
-from memmgr.tools.common.sweep import no_worse
-from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.common.sweep import cut, no_worse
+from memmgr.tools.common.usage_error import UsageError, check_readable
 from memmgr.tools.view import plot, simulate_job, sweep_text
 from memmgr.tools.view.run_state import is_log
 
@@ -146,9 +146,9 @@ def _run(args: argparse.Namespace) -> int:
         return _job(args)
     if args.file is None:
         raise UsageError("a file is needed: FILE of a pass, or --job FILE ... of the ranks of a distributed job")
-    if not args.file.exists():
-        raise UsageError(f"{args.file}: there is no such file")
+    check_readable(args.file)
     if args.ratio is None and args.budget is None and not args.sweep:
+        _read(args.file, args.format)  # a wrong file is the first error
         raise UsageError("a budget is needed: --ratio 60%, --budget 12GB or --sweep")
     if args.total or args.host_total or args.limit:
         raise UsageError("--total, --host-total and --limit are of a --job")
@@ -243,7 +243,10 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     if args.picture:
         points = [[plot.Point(r.ratio, r.overhead, r.lower_bound, r.policy) for r in row] for row in found]
         plot.slowdown(
-            points, args.picture, f"{args.file.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
+            points,
+            args.picture,
+            f"{args.file.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
+            + cut([r.overhead for row in found for r in row], plot._HIGHEST),
         )
     if args.json:
         print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))
@@ -275,13 +278,17 @@ def _read(path: Path, form: str | None) -> Trace:
         try:
             return read_trace(path)
         except TraceError as error:
-            if "not a trace file" not in str(error):
+            if is_trace(path):
                 raise
-            form = "dtr"
             if is_log(path):
                 raise UsageError(
                     f"{path} is a run's log, for memmgr report; memmgr trace records a pass to simulate"
                 ) from None
+            try:
+                return read_dtr_log(path)
+            except TraceError as no_log:
+                told = no_log if "not a trace file" in str(error) else error
+                raise UsageError(f"{told}; FILE is a pass that memmgr trace has recorded, or an operator log") from None
     return read_dtr_log(path) if form == "dtr" else read_trace(path)
 
 

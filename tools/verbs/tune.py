@@ -23,6 +23,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from memmgr.config.machine import free_bytes
 from memmgr.config.sizes import Need, parse_budget, show_seconds, show_size
 from memmgr.tools.common.console import megabytes, table
 from memmgr.tools.common.policy_option import add_policy
-from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.common.usage_error import UsageError, check_readable
 from memmgr.tools.tune import batch_search
 from memmgr.tools.tune.job import Batch, Job
 from memmgr.tools.tune.runner import Runner
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
     from memmgr.tools.tune.search import Tuned
 
 MOST = 1.1
-NOISY = 1.1
-"""A run under a budget can hardly be so many times faster than one without."""
-DOUBTFUL = 0.05
-"""A slowdown with a larger doubt is not a reason to trust a proposal."""
 _PASSES = 24
 _PASSES_OF_A_BATCH = 12
 _NO_SIZE = 1 << 60
@@ -103,8 +100,8 @@ def _slowdown(text: str | None) -> float | None:
 
 def _check(args: argparse.Namespace, batch: Batch | None) -> None:
     """Checks the options before the script runs."""
-    if not args.module and not Path(args.script).is_file():
-        raise UsageError(f"cannot read {args.script}: {'a folder' if Path(args.script).is_dir() else 'no such file'}")
+    if not args.module:
+        check_readable(Path(args.script))
     if args.passes is not None and args.passes < 6:
         raise UsageError(f"--passes: {args.passes} are too few to measure; at least 6")
     if batch is None:
@@ -143,8 +140,9 @@ def _budget(args: argparse.Namespace, runner: Runner, most: float) -> int:
 
     runner.probe()
     trace, unlimited = runner.trace()
-    curve = Curve(trace, unlimited.slowdown or 1.0, _say)
+    curve = Curve(trace, unlimited.factor or 1.0, _say, unlimited.peak_bytes)
     points, proposal = propose(curve, most, runner.measure)
+    points[0] = replace(points[0], run=unlimited)
     tuned = Tuned(curve.need_bytes, unlimited.plain_seconds, most, points, proposal, in_turns=runner.in_turns)
     if trace.device == "cpu":
         tuned.device_bytes = free_bytes()
@@ -163,13 +161,13 @@ def _draw(tuned: Tuned, args: argparse.Namespace) -> None:
     need = tuned.need_bytes
     made = tuned.proposal
     marks = plot.Marks(
-        measured=[(at.share / 100, at.run.slowdown, at.run.doubt) for at in tuned.curve if at.run and at.run.slowdown],
+        measured=[(at.share / 100, at.measured, at.run.doubt) for at in tuned.curve if at.run and at.measured],
         proposal=None if made is None or made.measured is None else (made.share / 100, made.measured),
         sizes=[(size / need, name) for size, name in device_sizes(need)],
         limit=tuned.most,
     )
     rows = [
-        [plot.Point(at.share / 100, at.measured or at.predicted, at.lower_bound, "predicted, corrected by the runs")]
+        [plot.Point(at.share / 100, at.predicted, at.lower_bound, "predicted, corrected by the runs")]
         for at in tuned.curve
     ]
     name = args.script if args.module else Path(args.script).name
@@ -188,7 +186,7 @@ def _show(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
 
     print(
         f"a pass without a budget: {show_size(tuned.need_bytes)}, {show_seconds(tuned.seconds)}. Time over that, by budget "
-        "(a budget that was run: as it was predicted before):"
+        "(predicted: corrected by the runs):"
     )
     held = [at for at in tuned.curve if at.predicted is not None or at.run is not None]
     rows = []
@@ -201,7 +199,7 @@ def _show(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
                 f"{at.share} %",
                 show_size(run.peak_bytes) if run is not None and run.peak_bytes else "",
                 _factor(at.predicted),
-                "" if run is None else run.why or _factor(run.slowdown, run.doubt),
+                "" if run is None else run.why or _factor(run.factor, run.doubt) + "*" * run.is_doubtful,
                 "<- proposal" if chosen else "",
             ]
         )
@@ -217,30 +215,24 @@ def _show(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
 
 def _show_proposal(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
     made = tuned.proposal
-    runs = [at.run for at in tuned.curve if at.run is not None and at.run.slowdown is not None]
-    busy = any(run.doubt > DOUBTFUL or (run.slowdown or 1.0) * NOISY < 1 for run in runs)
-    if runs and not tuned.in_turns:
+    runs = [at.run for at in tuned.curve if at.run is not None]
+    busy = any(run.is_doubtful for run in runs)
+    if not tuned.in_turns and any(run.slowdown for run in runs):
         print(
             "runs were compared one after the other (there is no memory for both at a time): load falsifies their times"
         )
     if busy:
-        used = ", ".join(
-            f"{at.share} %: {_factor(at.run.processor)}"
-            for at in tuned.curve
-            if at.run is not None and at.run.processor
-        )
         print(
-            "the machine was busy: equal passes differ, so measured times say little"
-            + (f". By processor time, without waiting: {used}" if used else "")
+            "* the machine was busy: equal passes of that run differ, so the larger one of its time and its processor time counts"
         )
     if made is not None and made.run is not None:
+        again = " (run this again on an idle machine to confirm it)" * made.run.is_doubtful
         print(
-            f"proposal{' (run this again on an idle machine to confirm it)' * busy}: {show_size(made.budget_bytes)}, "
-            f"{made.share} % of the need: measured {_factor(made.measured, made.run.doubt)} over {made.run.passes} passes, "
-            f"predicted {_factor(made.predicted)}\n"
-            f"  {_command(args, show_size(made.budget_bytes))}"
+            f"proposal{again}: {show_size(made.budget_bytes)}, {made.share} % of the need: measured "
+            f"{_factor(made.measured, made.run.doubt)} over {made.run.passes} passes, after the first {made.run.after}, which "
+            f"are slower; before that run {_factor(made.before)} was predicted\n  {_command(args, show_size(made.budget_bytes))}"
         )
-    elif tried := [at for at in tuned.curve if at.measured is not None]:
+    elif tried := [at for at in tuned.curve if at.measured is not None and at.share < 100]:
         best = _command(args, show_size(min(tried, key=lambda at: at.measured or 0.0).budget_bytes), log="run.jsonl")
         again = "Run this again on an idle machine; the" if busy else "The"
         print(
@@ -248,7 +240,7 @@ def _show_proposal(tuned: Tuned, args: argparse.Namespace, device: str) -> None:
             f"  {best}\n  memmgr report run.jsonl"
         )
     else:
-        why = next((at.run.why for at in tuned.curve if at.run is not None), "no smaller budget is predicted to hold")
+        why = next((run.why for run in runs if run.why), "no smaller budget is predicted to hold")
         print(f"no proposal within {_factor(tuned.most)}: {why}")
     if device != "cpu":
         print(f"all memory of the device, so that it is slower instead of out of memory:\n  {_command(args, 'device')}")
