@@ -31,9 +31,8 @@ class At:
 
     share: int  # of the need, in per cent
     budget_bytes: int  # the budget
-    predicted: (
-        float | None
-    )  # time of a pass over one without memmgr: simulated, corrected by all runs; None: no plan was found
+    # time of a pass over one without memmgr: simulated, corrected by all runs; None: no plan was found
+    predicted: float | None
     lower_bound: float | None  # no schedule is faster; None: not known
     run: Measured | None = None  # None: it was not run
     before: float | None = None  # the prediction from before its run; None: it was not run, or no plan was found

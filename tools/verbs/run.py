@@ -108,9 +108,8 @@ def run(args: argparse.Namespace) -> int:
             _Closing.silent = True
             raise
     ended = _start(args, code, main)
-    if (
-        ended == 0 and getattr(args, "fail_on_leak", False) and (found := _leak_texts())
-    ):  # the verb trace has no such option
+    fails_on_leak = getattr(args, "fail_on_leak", False)  # the verb trace has no such option
+    if ended == 0 and fails_on_leak and (found := _leak_texts()):
         print(f"memmgr run: {found[0]}; --fail-on-leak: the exit code is 3", file=sys.stderr)
         return 3
     return ended
