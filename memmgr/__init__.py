@@ -76,11 +76,13 @@ def _install() -> None:
     torch = sys.modules["torch"]
     from .config.torch_versions import unfit
     from .native import dispatch
+    from .readers import works
     from .readers.exported import exported
 
     if not unfit(torch.__version__):
         dispatch.include()
         exported.begin()
+        works.begin()
     if torch.version.cuda is None or not torch.backends.cuda.is_built():
         return
     from .native import cuda

@@ -15,7 +15,7 @@ class Escape(enum.IntEnum):
     FOREIGN_WRITE = 6
     CAPTURED = 7
     SIZES = 8
-    OLDER_GRAPH = 9
+    OLDER_ADDRESS = 9
 
 
 class Order(enum.IntEnum):

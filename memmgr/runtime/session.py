@@ -31,6 +31,7 @@ from memmgr.observe.source_lines import TakenLines
 from memmgr.observe.stats import PagerFigures
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
+from memmgr.readers import works
 from memmgr.readers.captures import captured_earlier, graph_classes, is_capturing
 from memmgr.readers.exported import exported
 from memmgr.readers.raw import storages
@@ -256,6 +257,9 @@ class PagerRuntime:
             gc.collect()  # the graph may be garbage
             found = self.native.objects_of(kinds, self._readers.libraries())
             stay = captured_earlier(found, config.device)
+        why = "a graph was captured before the budget opened" if stay else ""
+        if not stay and works.under_way():
+            stay, why = True, "a collective had not ended when the budget opened"
         functions = [thing for thing in found if isinstance(thing, BuiltinFunctionType)]
         if functions:
             found = [thing for thing in found if not isinstance(thing, BuiltinFunctionType)]
@@ -270,9 +274,7 @@ class PagerRuntime:
         self.native.adopt_all(known, stay)
         if stay and (kept := self.native.stats()["escaped_bytes"]):
             size = show_size(kept, binary=config.binary)
-            warn(
-                f"a graph was captured before the budget opened, so all tensors from before it stay in memory ({size})"
-            )
+            warn(f"{why}, so all tensors from before it stay in memory ({size})")
         for tensor in saved:
             self.native.adopt(tensor)
         self._stock = Stock(self.native, [*live_tensors(known, config.device), *saved])

@@ -263,7 +263,29 @@ def unfinished(rank: int, world: int, folder: Path, trouble: str) -> None:
         ranks.write(folder, rank, took=took, waiting=waiting)
 
 
-PROGRAMS = {each.__name__: each for each in (talkative, named, floors, planned, unfinished)}
+def begun_before(rank: int, world: int, folder: Path) -> None:
+    """A collective of rank 0 waits for its peer while a budget opens there. Its backend has the tensor's address."""
+    opened = folder / "opened"
+    x = torch.full((100_000,), float(rank + 1))
+    while rank == 1 and not opened.exists():
+        time.sleep(0.01)
+    work = dist.all_reduce(x, async_op=True)
+    if rank == 1:
+        work.wait()
+        return ends()
+    with warnings.catch_warnings(record=True, action="always") as warned, memmgr.budget("1GB", quiet=True):
+        assert native.load().take_away(x, 1) == 0, "bytes that a backend writes have left"
+        opened.touch()
+        work.wait()
+        assert torch.equal(x, torch.full_like(x, 3.0))
+    assert ["a collective had not ended when the budget opened" in str(w.message) for w in warned] == [True]
+    with memmgr.budget("1GB", quiet=True):
+        y = torch.ones(100_000)
+        assert native.load().take_away(y, 1) == y.nbytes, "the collective has ended"
+    ends()
+
+
+PROGRAMS = {each.__name__: each for each in (talkative, named, floors, planned, unfinished, begun_before)}
 
 
 def main(rank: int, world: int, folder: Path, program: str, *words: str) -> None:

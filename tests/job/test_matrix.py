@@ -67,6 +67,10 @@ def test_what_torch_distributed_takes_is_named(tmp_path: Path) -> None:
     ranks.finish_all(ranks.begin("job.programs", "named", world=2, folder=tmp_path, timeout=60), 60)
 
 
+def test_a_collective_from_before_the_budget_finds_its_tensors_in_place(tmp_path: Path) -> None:
+    ranks.finish_all(ranks.begin("job.programs", "begun_before", world=2, folder=tmp_path, timeout=60), 60)
+
+
 @pytest.mark.parametrize("name", [n if n in FLOORS_QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FLOORS])
 def test_the_floor_of_a_rank(name: str, tmp_path: Path) -> None:
     print(

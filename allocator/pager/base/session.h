@@ -63,8 +63,8 @@ struct Session {
   mm_tier* tier = nullptr;
   bool tier_writes = false;    // false: it only reads files that are lent to it
   bool tier_has_file = false;  // false: it has page-locked memory alone
-  bool adopted_stay =
-      false;  // a graph that was captured before this budget may have the address of any adopted storage
+  // A graph, or a collective, that is older than this budget may have the address of any adopted storage.
+  bool adopted_stay = false;
   Options options;
   Counters counters;
 

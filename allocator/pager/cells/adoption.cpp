@@ -109,7 +109,7 @@ Cell* adopt_locked(Session& session, c10::StorageImpl* s, uint32_t pins, uint64_
     mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
     session.counters.adopted_bytes += c->nbytes;
   }
-  if (C10_UNLIKELY(session.adopted_stay) && !born && !c->small) escape_locked(c, Escape::kOlderGraph);
+  if (C10_UNLIKELY(session.adopted_stay) && !born && !c->small) escape_locked(c, Escape::kOlderAddress);
   return c;
 }
 

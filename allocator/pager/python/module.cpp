@@ -327,7 +327,7 @@ uint64_t py_adopt_all(TensorList tensors, bool stay) {
     if (const Cell* c = adopt(the_session, s.get())) bytes += c->nbytes;
   if (stay)  // ops of other threads have made cells since the budget opened
     for (auto& [c, s] : all_cells())
-      if (c->escape == Escape::kNone && !c->small) escaped.emplace_back(s, Escape::kOlderGraph);
+      if (c->escape == Escape::kNone && !c->small) escaped.emplace_back(s, Escape::kOlderAddress);
   for (const StoragePtr& s : others) count_fixed(the_session, s.get());
   {
     const WithoutGil released;
