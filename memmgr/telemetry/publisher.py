@@ -395,6 +395,7 @@ class Telemetry:
             "pid": self._pid,
             **where_in_job(self._native.objects_of),
             "command": list(getattr(sys, "orig_argv", sys.argv)),
+            "script": list(sys.argv),
             "time": time.time(),
             "seconds": self._now(),
             **self._about.hello(),
