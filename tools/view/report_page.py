@@ -248,20 +248,33 @@ def _holders(watched: RunState) -> Iterator[str]:
     found = watched.explained
     if not found:
         return
-    at = show_seconds(float(found.get("seconds", 0.0)))
-    yield f"<h3>Who holds the memory, at {at} (the highest moment that was looked at)</h3><div class=box><table>"
+    yield f"<h3>Who holds the memory, {_moment(watched)}</h3><div class=box><table>"
     yield "<tr><th>name</th><th>kind</th><th>module</th><th>line</th><th>tensors</th><th>size</th><th>of it absent</th></tr>"
     for row in found["holders"][:MOST_ROWS]:
+        shown = {**row, "kind": f"{row['kind']}, a leak" if row.get("leak") else row["kind"]}
         words = "".join(
-            f"<td>{escape(clean(str(row[key])))}</td>" for key in ("name", "kind", "module", "line", "count")
+            f"<td>{escape(clean(str(shown[key])))}</td>" for key in ("name", "kind", "module", "line", "count")
         )
-        sizes = "".join(f"<td>{watched.size(int(row[key]))}</td>" for key in ("bytes", "absent_bytes"))
+        sizes = "".join(
+            f"<td>{'-' if row[key] is None else watched.size(int(row[key]))}</td>" for key in ("bytes", "absent_bytes")
+        )
         yield f"<tr>{words}{sizes}</tr>"
     yield f"</table></div><p class=soft>{_HOLDERS}</p>"
     yield "<h3>By the line that made it</h3><div class=box><table><tr><th>line</th><th>size</th></tr>"
     for line, size in list(found["lines"].items())[:MOST_ROWS]:
         yield f"<tr><td>{escape(clean(line))}</td><td>{watched.size(int(size))}</td></tr>"
     yield "</table></div>"
+
+
+def _moment(watched: RunState) -> str:
+    """The moment of the table of holders, and its share of the memory that the run needed."""
+    found = watched.explained
+    at = show_seconds(float(found.get("seconds", 0.0)))
+    if "bytes" not in found:
+        return f"at {at} (the highest moment that was looked at)"
+    moment = f"at the peak of a pass before {at}" if found.get("at_peak") else f"at {at}"
+    needed = max(int(found["bytes"]), int(watched.stats.get("unmanaged_peak_bytes", 0)))
+    return f"{moment}: {watched.size(int(found['bytes']))} of the {watched.size(needed)} that the run needed"
 
 
 def _plans(watched: RunState) -> Iterator[str]:

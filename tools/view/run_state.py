@@ -228,6 +228,13 @@ class RunState:
             )
         )
 
+    def _take_levels(self, line: dict[str, Any]) -> None:
+        counted = self.points[-1].counted if self.points else {}
+        for seconds, *sizes, passes in line["each"]:
+            resident, evictable, evicted, offloaded = map(int, sizes)
+            each = {**counted, "passes": int(passes)}
+            self.points.append(Point(float(seconds), resident, evictable, evicted, offloaded, self.budget_bytes, each))
+
     def _take_passes(self, line: dict[str, Any]) -> None:
         count = int(line["count"])
         told = [Pass(float(p[0]), float(p[1]), float(p[2]), int(p[3]), int(p[4])) for p in line.get("each", ())]
@@ -295,7 +302,7 @@ class RunState:
     def _take_explained(self, line: dict[str, Any]) -> None:
         if not isinstance(line["holders"], list) or not isinstance(line["lines"], dict):
             raise ValueError("holders, lines")
-        self.explained = line
+        self.explained = max(self.explained, line, key=_worth)
 
     def _take_dropped(self, line: dict[str, Any]) -> None:
         self._note(self.sample, f"{int(line['lines'])} lines were dropped: this reader was slow")
@@ -401,6 +408,11 @@ class RunState:
             return -sum(s.seconds for s in item[1].values()), -sum(s.bytes for s in item[1].values())
 
         return sorted(found.items(), key=weight)
+
+
+def _worth(explained: dict[str, Any]) -> tuple[bool, bool, int]:
+    """The rank of a line of holders: one with leaks is shown before one without, then one of more bytes before one of fewer."""
+    return bool(explained), bool(explained.get("leaks")), int(explained.get("bytes", 0))
 
 
 def clean(text: str) -> str:
