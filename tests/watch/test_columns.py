@@ -91,6 +91,15 @@ def test_only_where_samples_are_few_is_there_a_band(tmp_path: Path) -> None:
     assert "few samples" not in few
 
 
+def test_columns_are_equal_parts_of_the_time() -> None:
+    one = watched(1)
+    one.feed({"type": "levels", "seconds": 1.0, "each": [[0.01 * i, 5, 5, 0, 0, 0] for i in range(1, 101)]})
+    one.feed({"type": "levels", "seconds": 9.0, "each": [[1.0 + 0.1 * i, 5, 5, 0, 0, 0] for i in range(1, 91)]})
+    found = columns(one, list(one.points), 20)
+    assert [column.begin for column in found] == pytest.approx([0.5 * i for i in range(20)])
+    assert found[-1].end == pytest.approx(10.0)
+
+
 def test_levels_are_points_between_the_samples() -> None:
     one = watched(3)
     one.feed({"type": "levels", "seconds": 1.6, "each": [[1.3, 500, 400, 30, 2, 1], [1.6, 600, 400, 0, 0, 2]]})

@@ -7,9 +7,10 @@ in it as well.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from memmgr.tools.view.run_state import Point, RunState
 
@@ -50,10 +51,13 @@ def columns(watched: RunState, points: Sequence[Point], most: int) -> list[Colum
     low = [_each(min, edges[i : i + 2]) for i in range(stretches)]
     high = [_each(max, edges[i : i + 2]) for i in range(stretches)]
     _raise_to_peaks(watched, times, high)
-    step = max(1.0, stretches / most)
+    width = (times[-1] - times[0]) / most
+    # A part of the time each, since a log has more samples at its beginning. The tolerance is one of floating point numbers.
+    starts = sorted(
+        {bisect_left(times, times[0] + (i - 1e-6) * width) for i in range(most)} - {stretches, stretches + 1}
+    )
     found = []
-    for i in range(min(most, stretches)):
-        first, last = int(i * step), max(int((i + 1) * step), int(i * step) + 1)
+    for first, last in pairwise((*starts, stretches)):
         sparse = _sparse(points, first, last)
         length = max(AROUND if sparse else 1, last - first)
         from_ = max(0, min((first + last - length) // 2, stretches - length))  # not fewer at the beginning and the end

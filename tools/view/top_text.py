@@ -184,7 +184,7 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
         said = textwrap.wrap(clean(watched.error), width)[:rows]
         said += [" "] * (rows - len(said))
         return [*([(line, STYLES["evicted"])] for line in said), legend(MEMORY, glyphs, watched.tier)]
-    points = list(watched.points)[-room - 1 :]
+    points = list(watched.points)[0 if watched.end is not None else -room - 1 :]
     shown = columns(watched, points, room)
     budget = watched.budget_bytes
     top = max([column.most[UNMANAGED] for column in shown] + [budget if budget < UNLIMITED else 0, 1])
