@@ -21,6 +21,10 @@ MOST_ITEMS = 64  # of one events line; the rest is one sum per kind
 MOST_PASSES = 32  # listed one by one in a passes line; of the others only the sums
 
 
+Level = tuple[float, int, int, int, int, int]
+"""The bytes of a moment: seconds, resident, evictable, evicted, offloaded; passes that had ended."""
+
+
 def dumps(line: dict[str, Any]) -> bytes:
     """One line of the stream."""
     return json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
@@ -43,6 +47,8 @@ class Consumer:
     modules = 200
     explains = False
     """It gets the holders of memory with each line of cells."""
+    urgent = False
+    """Its cells are wanted now, at any cost."""
     columns = 200
 
     def __init__(self) -> None:
@@ -63,11 +69,6 @@ class Consumer:
 
     def look(self, sample: dict[str, Any]) -> None:
         """Called with the sample that it is about to get: the kinds that it needs may depend on it."""
-
-    @property
-    def hurries(self) -> bool:
-        """Samples are due at their time, at any cost."""
-        return False
 
     def had(self, kind: str) -> None:
         """Records that a line of this kind was sent."""
@@ -134,15 +135,19 @@ class Consumer:
 class Log(Consumer):
     """A file of the same lines. It is sampled less often the longer the run is: some ten thousand samples a day.
 
-    Cells are in it for the highest moment that was seen: anew whenever the sum has grown by a tenth, so often that the size
-    of a file stays bounded.
+    Between the samples it has levels: the bytes alone, which cost a quarter of a sample. The first of them are taken at any cost,
+    so that a short run has a curve, too.
+
+    Cells and holders are in it for the moments that matter, so often that the size of a file stays bounded: for a high that is
+    a tenth above the last one that was looked at, and for a leak when it is found. A high of twice as many bytes is looked at
+    at any cost. In the first pass every moment is a high; one that takes less than a second is not looked at.
     """
 
-    FIRST_SECONDS = 0.05
-    DOUBLED_AFTER = 1000
-    HURRIED, A_PASS, LEAST_SECONDS = 200, 10, 0.004
-    """The first samples follow the passes, ten to a pass at any cost: a short run has a curve, too."""
-    GROWN = 1.1
+    FIRST_SECONDS, DOUBLED_AFTER = 0.5, 1000
+    LEVEL_SECONDS, LEVELS_DOUBLED_AFTER, LEVELS_A_LINE = 0.02, 2000, 64
+    HURRIED, LEAST_SECONDS = 200, 0.004
+    GROWN, GROWN_MUCH, NEAR = 1.1, 2.0, 0.9
+    FIRST_PASS_SECONDS = 1.0
     MOST_CELL_LINES = 24
     cells = 20
     modules = 20
@@ -152,13 +157,20 @@ class Log(Consumer):
         super().__init__()
         self.error = ""
         self.interval_seconds = self.FIRST_SECONDS
-        self._samples = 0
+        self.level_seconds = self.LEVEL_SECONDS
+        self.level_due = 0.0
+        self._samples = self._level_count = 0
+        self._levels: list[Level] = []
         self._cell_lines = 0
-        self._saved = self._most_saved = 0
+        self._held = self._highest = self._looked_at = self._leaks = 0
+        self._leaked = False  # a leak was found, and its holders were not looked at
         self.path, self._fd = exclusive_output.begin(path)
 
     def send(self, data: bytes, *, sample: bool = False) -> None:
-        """Writes the line whole. A failed write ends the log, never the run."""
+        """Writes the line whole, after the levels before it. A failed write ends the log, never the run."""
+        if self._levels:
+            levels, self._levels = self._levels, []
+            self.put({"type": "levels", "seconds": levels[-1][0], "each": levels})
         if self.error or self._fd < 0:
             return
         self._samples += sample
@@ -170,27 +182,45 @@ class Log(Consumer):
         except OSError as error:
             self.error = error.strerror or str(error)
 
+    def take_level(self, level: Level, now: float) -> None:
+        """Takes a level, and wants cells where it is a new high, or where a leak was found."""
+        self._levels.append(level)
+        self._level_count += 1
+        self.level_due = now + (self.LEAST_SECONDS if self.hurries else self.level_seconds)
+        if self._level_count % self.LEVELS_DOUBLED_AFTER == 0:
+            self.level_seconds *= 2
+        seconds, resident, _, evicted, offloaded, passes = level
+        self._held = resident + evicted + offloaded
+        self._highest = max(self._highest, self._held)
+        high = self._held >= self.NEAR * self._highest and (passes or seconds > self.FIRST_PASS_SECONDS)
+        self.urgent = self._leaked or bool(high and self._held > self.GROWN_MUCH * self._looked_at)
+        wanted = self.urgent or (high and self._held > self.GROWN * self._looked_at)
+        self.wants = frozenset({"cells"} if wanted and self._cell_lines < self.MOST_CELL_LINES else ())
+        if len(self._levels) >= self.LEVELS_A_LINE:
+            self.send(b"")
+
     def look(self, sample: dict[str, Any]) -> None:
-        """Wants cells where more is saved, here or elsewhere, than when it had them last."""
-        if self.hurries:
-            passes, spent = sample["total"]["passes"], sample["total"]["watched_seconds"]
-            wanted = spent / passes / self.A_PASS if passes else self.LEAST_SECONDS
-            self.interval_seconds = min(self.FIRST_SECONDS, max(self.LEAST_SECONDS, wanted))
-        elif self._samples == self.HURRIED:
-            self.interval_seconds = self.FIRST_SECONDS
-        self._saved = sample["evictable_bytes"] + sample["evicted_bytes"] + sample["offloaded_bytes"]
-        higher = self._saved > self.GROWN * self._most_saved and self._cell_lines < self.MOST_CELL_LINES
-        self.wants = frozenset({"cells"}) if higher else frozenset()
+        """Sees leaks that were found since the last sample."""
+        found = len(sample["leaks"])
+        self._leaked |= found > self._leaks
+        self._leaks = max(self._leaks, found)
+
+    def collect(self, events: list[Any], unlisted: int, passes: list[tuple[int, int, float, float, float]]) -> None:
+        """Adds events to the sums; the peaks of passes are highs that no level may have met."""
+        super().collect(events, unlisted, passes)
+        self._highest = max([self._highest, *(peak for _, peak, *_ in passes)])
 
     @property
     def hurries(self) -> bool:
-        """Samples are due at their time, at any cost."""
-        return self._samples < self.HURRIED
+        """Levels are due at their time, at any cost."""
+        return self._level_count < self.HURRIED
 
     def had(self, kind: str) -> None:
         """These were the cells of that moment."""
         self._cell_lines += 1
-        self._most_saved = self._saved
+        self._looked_at = max(self._looked_at, self._held)
+        self._leaked = self.urgent = False
+        self.wants = frozenset()
 
     def close(self) -> None:
         """Closes the file. Unbuffered, so a forked child that closes its copy writes nothing."""

@@ -22,19 +22,20 @@ import torch
 
 from memmgr.common.constants import Purpose, Stretch
 from memmgr.common.threads import Rationed, join
-from memmgr.observe.holdings import Explanation
+from memmgr.observe.holdings import Explanation, Holder
+from memmgr.observe.leaks import Leak
 from memmgr.observe.qualified_names import Named, by_storage
 from memmgr.observe.ranks import where_in_job
 from memmgr.observe.source_lines import KnownLines
 
 from . import stream
-from .consumers import Consumer, Log, Reader, dumps, log_path
+from .consumers import Consumer, Level, Log, Reader, dumps, log_path
 from .modules import BACKWARD, GRADIENTS, PLACES, Modules
 
 if TYPE_CHECKING:
     from memmgr.native._pager import Pager
 
-SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4, "names": 3e-4}
+SHARES = {"sample": 15e-4, "levels": 3e-3, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4, "names": 3e-4}
 """The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
 """
 
@@ -70,6 +71,12 @@ class About(Protocol):
         """The holders of memory."""
 
 
+def _is_of(holder: Holder, leak: Leak) -> bool:
+    """Does the leak have these tensors?"""
+    made_there = leak.line is None or leak.line in holder.lines
+    return holder.by_op and made_there and holder.name in {op.removeprefix("aten::") for op in leak.ops}
+
+
 _open: set[Telemetry] = set()
 
 
@@ -92,6 +99,7 @@ class Telemetry:
         self._log: Log | None = None
         self._readers: dict[int, Reader] = {}
         self._passes: deque[tuple[int, int, float, float, float]] = deque(maxlen=4096)
+        self._ended = 0  # passes
         self._happenings: deque[dict[str, Any]] = deque(maxlen=256)
         self._server: Any = None
         self._path: Any = None
@@ -151,6 +159,7 @@ class Telemetry:
 
     def ended_pass(self, resident_peak: int, unmanaged_peak: int, forward: float, backward: float) -> None:
         """Records a pass that has ended; kept only while a reader is connected."""
+        self._ended += 1
         if self.detail:
             self._passes.append((resident_peak, unmanaged_peak, forward, backward, self._now()))
             self.modules.ended_pass()
@@ -279,17 +288,27 @@ class Telemetry:
         if not self._consumers():
             self._set_detail(False)
 
+    @property
+    def _writing(self) -> Log | None:
+        """The log, while it can be written."""
+        return self._log if self._log is not None and not self._log.error else None
+
     def _consumers(self) -> list[Consumer]:
         found: list[Consumer] = [reader for reader in self._readers.values() if not reader.dead]
-        if self._log is not None and not self._log.error:
-            found.append(self._log)
+        if self._writing is not None:
+            found.append(self._writing)
         return found
+
+    def _level_due(self, log: Log) -> float:
+        return log.level_due if log.hurries else max(log.level_due, self._not_before.get("levels", 0.0))
 
     def _timeout_ms(self) -> int | None:
         consumers = self._consumers()
         if not consumers:
             return None
         due = max(min(consumer.due for consumer in consumers), self._not_before.get("sample", 0.0))
+        if self._writing is not None:
+            due = min(due, self._level_due(self._writing))
         return max(0, int((due - time.perf_counter()) * 1e3) + 1)
 
     def _accept(self, poll: Any) -> None:
@@ -311,30 +330,21 @@ class Telemetry:
     def _tick(self) -> None:
         """Samples, and sends each consumer the lines that are due. The measured cost decides when the next tick may be."""
         now = time.perf_counter()
-        if now < self._not_before.get("sample", 0.0):
-            return
-        due = [consumer for consumer in self._consumers() if consumer.due <= now]
-        if not due:
-            return
-        begun = time.thread_time()
-        sample = self._sample()
-        data = dumps(sample)
-        for consumer in due:
-            consumer.look(sample)
-            consumer.send(data, sample=True)
-            consumer.due = now + consumer.interval_seconds
-        if not any(consumer.hurries for consumer in self._consumers()):
-            self._pace("sample", begun, now, SHARES["sample"])
-        if now >= self._not_before.get("events", 0.0):
+        paced = now < self._not_before.get("sample", 0.0)
+        due = [] if paced else [consumer for consumer in self._consumers() if consumer.due <= now]
+        looking = list(due)
+        log = self._writing
+        if log is not None and now >= self._level_due(log):
             begun = time.thread_time()
-            self._gather()
-            for consumer in self._consumers():
-                consumer.put_collected(self._now())
-            self._pace("events", begun, now, SHARES["events"])
-            self._not_before["events"] = max(self._not_before["events"], now + EVENTS_SECONDS)
+            log.take_level(self._level(), now)
+            self._pace("levels", begun, now, SHARES["levels"])
+            looking = [*(consumer for consumer in due if consumer is not log), log]
+        if due:
+            self._send_samples(due, now)
         for kind, make in (("cells", self._cells), ("map", self._map), ("holders", self._holders)):
-            wanting = [consumer for consumer in due if kind in consumer.wants]
-            if wanting and now >= self._not_before.get(kind, 0.0):
+            wanting = [consumer for consumer in looking if kind in consumer.wants]
+            urgent = any(consumer.urgent for consumer in wanting)
+            if wanting and (urgent or now >= self._not_before.get(kind, 0.0)):
                 begun = time.thread_time()
                 data = dumps(make(wanting))
                 for consumer in wanting:
@@ -342,8 +352,25 @@ class Telemetry:
                     consumer.had(kind)
                     if kind == "cells" and consumer.explains:
                         consumer.put(self._explained())
-                log = any(consumer.explains for consumer in wanting)  # it asks for few lines
-                self._pace(kind, begun, now, LOG_SHARE if log else SHARES[kind])
+                explained = any(consumer.explains for consumer in wanting)  # the log asks for few lines
+                self._pace(kind, begun, now, LOG_SHARE if explained else SHARES[kind])
+
+    def _send_samples(self, due: list[Consumer], now: float) -> None:
+        begun = time.thread_time()
+        sample = self._sample()
+        data = dumps(sample)
+        for consumer in due:
+            consumer.look(sample)
+            consumer.send(data, sample=True)
+            consumer.due = now + consumer.interval_seconds
+        self._pace("sample", begun, now, SHARES["sample"])
+        if now >= self._not_before.get("events", 0.0):
+            begun = time.thread_time()
+            self._gather()
+            for consumer in self._consumers():
+                consumer.put_collected(self._now())
+            self._pace("events", begun, now, SHARES["events"])
+            self._not_before["events"] = max(self._not_before["events"], now + EVENTS_SECONDS)
 
     def _pace(self, kind: str, begun: float, now: float, share: float) -> None:
         self._not_before[kind] = now + (time.thread_time() - begun) / share
@@ -395,6 +422,7 @@ class Telemetry:
             "pid": self._pid,
             **where_in_job(self._native.objects_of),
             "command": list(getattr(sys, "orig_argv", sys.argv)),
+            "script": list(sys.argv),
             "time": time.time(),
             "seconds": self._now(),
             **self._about.hello(),
@@ -403,6 +431,14 @@ class Telemetry:
 
     def _sample(self) -> dict[str, Any]:
         return {"type": "sample", "seconds": self._now(), **self._about.sample()}
+
+    def _level(self) -> Level:
+        """The bytes of a sample alone: a whole sample costs four times as much where the caches are cold."""
+        now = self._native.stats()
+        resident = now["resident_bytes.current"]
+        evictable = max(0, min(resident, now["resident_cell_bytes"] - now["escaped_bytes"]))
+        absent = now["evicted_now_bytes"], now["offloaded_now_bytes"]
+        return self._now(), resident, evictable, *absent, self._ended + now["loop_turns"]
 
     def _cells(self, wanting: list[Consumer]) -> dict[str, Any]:
         self._look_for_names()
@@ -442,7 +478,10 @@ class Telemetry:
         return named.name
 
     def _explained(self) -> dict[str, Any]:
+        """The holders now, or at the peak of the last recorded pass if they are more. Those of a leak are in the former."""
         found = self._about.explain()
+        held, most = (sum(holder.bytes for holder in holders) for holders in (found.now, found.peak))
+        at_peak = most > held and not found.leaks
         rows = [
             {
                 "kind": holder.kind,
@@ -450,13 +489,23 @@ class Telemetry:
                 "module": holder.module,
                 "line": holder.where,
                 "bytes": holder.bytes,
-                "absent_bytes": holder.absent_bytes,
+                "absent_bytes": None if at_peak else holder.absent_bytes,
                 "count": holder.count,
+                "leak": any(_is_of(holder, leak) for leak in found.leaks),
             }
-            for holder in found.now[:MOST_HOLDERS]
+            for holder in (found.peak if at_peak else found.now)
         ]
-        lines = dict(list(found.by_line().items())[:MOST_HOLDERS])
-        return {"type": "explained", "seconds": self._now(), "holders": rows, "lines": lines}
+        rows.sort(key=lambda row: not row["leak"])
+        lines = dict(list(found.by_line(peak=at_peak).items())[:MOST_HOLDERS])
+        return {
+            "type": "explained",
+            "seconds": self._now(),
+            "at_peak": at_peak,
+            "bytes": (most if at_peak else held) + found.small_bytes,
+            "leaks": len(found.leaks),
+            "holders": rows[:MOST_HOLDERS],
+            "lines": lines,
+        }
 
     def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
         return {

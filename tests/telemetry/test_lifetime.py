@@ -23,8 +23,9 @@ from exactness.harness import Record, assert_left_clean, assert_same, global_sta
 import memmgr
 from memmgr.api import budget as budgets
 from memmgr.telemetry import stream
-from memmgr.telemetry.consumers import Log, log_path
+from memmgr.telemetry.consumers import Level, Log, log_path
 from memmgr.tools.view.last_error import explain
+from memmgr.tools.view.run_state import read_log
 
 from .reading import LIMIT, Net, Watching, manager, training, unpaced, wait_until
 
@@ -309,17 +310,65 @@ def test_the_log_has_the_cells_of_its_highest_moment(tmp_path: Path) -> None:
     assert {cell["op"] for cell in cells} & {"aten.gelu.default", "aten.addmm.default"}
 
 
+def level(held: int, seconds: float = 10.0, passes: int = 1) -> Level:
+    return seconds, held, held, 0, 0, passes
+
+
 def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
     log = Log(tmp_path / "run.jsonl")
     written = 0
     for i in range(10_000):
-        total = {"passes": i, "watched_seconds": 0.1 * i}
-        log.look({"evictable_bytes": 1000 * i, "evicted_bytes": 1000 * i * i, "offloaded_bytes": 0, "total": total})
+        log.take_level(level(1000 * i * i), 0.1 * i)
         if "cells" in log.wants:
             log.had("cells")
             written += 1
     log.close()
     assert written == Log.MOST_CELL_LINES
+
+
+def test_a_log_looks_at_new_highs_and_at_leaks(tmp_path: Path) -> None:
+    log = Log(tmp_path / "run.jsonl")
+
+    def wanted(of: Level) -> str:
+        log.take_level(of, 0.0)
+        found = "urgent" if log.urgent else "wanted" if log.wants else ""
+        if found:
+            log.had("cells")
+        return found
+
+    assert wanted(level(100, seconds=0.2, passes=0)) == "", "in the first pass every moment is a high"
+    assert wanted(level(50)) == "", "far below the highest moment"
+    assert wanted(level(95)) == "urgent" and wanted(level(96)) == ""
+    assert wanted(level(106)) == "wanted" and wanted(level(300)) == "urgent"
+    log.collect([], 0, [(0, 1000, 0.1, 0.1, 1.0)])
+    assert wanted(level(800)) == "", "a pass had a peak that no level met"
+    assert wanted(level(950)) == "urgent"
+    log.look({"leaks": ["a leak"]})
+    assert wanted(level(10)) == "urgent" and wanted(level(10)) == ""
+    log.look({"leaks": ["a leak"]})
+    assert wanted(level(10)) == ""
+    log.close()
+
+
+def test_the_log_names_the_holders_of_a_leak_at_a_late_moment(tmp_path: Path) -> None:
+    """It had the parameters of the first moments alone, since the share of the time had no room for another look."""
+    log, held = tmp_path / "run.jsonl", []
+    with memmgr.budget("64MB", quiet=True, log=log):
+        model, x = Net(), torch.randn(1024, 64)
+        manager()._look_for_leaks = manager()._leaks.look
+        for _ in range(9):
+            held.append(model(x).square())
+            held[-1].mean().backward(retain_graph=True)
+        manager().telemetry._not_before["cells"] = time.perf_counter() + 1000.0
+        wait_until(lambda: any(line["type"] == "explained" and line["leaks"] for line in _lines(log)))
+        needed = memmgr.stats()["unmanaged_peak_bytes"]
+    last = read_log(log)[0][0].explained
+    with_leaks = [line for line in _lines(log) if line["type"] == "explained" and line["leaks"]]
+    assert last in with_leaks and last["bytes"] == max(line["bytes"] for line in with_leaks)
+    leaked = [row for row in last["holders"] if row["leak"]]
+    assert last["holders"][: len(leaked)] == leaked, "they come first"
+    assert {row["name"] for row in leaked} >= {"addmm", "gelu"} and not last["at_peak"]
+    assert sum(row["bytes"] for row in leaked) > 0.5 * last["bytes"] and last["bytes"] > 0.8 * needed
 
 
 def test_the_log_of_passes_that_all_differ_says_why_they_have_no_plan(
@@ -337,18 +386,32 @@ def test_the_log_of_passes_that_all_differ_says_why_they_have_no_plan(
     )
 
 
-def test_the_first_samples_of_a_log_follow_the_passes(tmp_path: Path) -> None:
+def test_a_log_has_the_levels_between_its_samples(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log):
+        step = training()
+        for _ in range(30):
+            step()
+    found = _lines(log)
+    samples = [line for line in found if line["type"] == "sample"]
+    levels = [level for line in found if line["type"] == "levels" for level in line["each"]]
+    assert len(levels) > 2 * len(samples) and all(len(level) == 6 for level in levels)
+    points = read_log(log)[0][0].points
+    assert len(points) == len(samples) + len(levels)
+    assert [point.seconds for point in points] == sorted(point.seconds for point in points)
+    assert [point.passes for point in points] == sorted(point.passes for point in points) and points[-1].passes == 30
+    assert max(point.evictable_bytes for point in points) > 4_000_000
+
+
+def test_the_first_levels_of_a_log_come_at_any_cost(tmp_path: Path) -> None:
     log = Log(tmp_path / "run.jsonl")
     intervals = []
     for i in range(Log.HURRIED + 2):
-        total = {"passes": i, "watched_seconds": 0.1 * i}
-        log.look({"evictable_bytes": 0, "evicted_bytes": 0, "offloaded_bytes": 0, "total": total})
-        intervals.append(log.interval_seconds)
-        log.send(b"", sample=True)
+        log.take_level(level(0), float(i))
+        intervals.append(log.level_due - i)
     log.close()
-    assert intervals[0] == Log.LEAST_SECONDS
-    assert intervals[1 : Log.HURRIED] == pytest.approx([0.1 / Log.A_PASS] * (Log.HURRIED - 1))
-    assert intervals[Log.HURRIED :] == [Log.FIRST_SECONDS] * 2 and not log.hurries
+    assert intervals == pytest.approx([Log.LEAST_SECONDS] * (Log.HURRIED - 1) + [Log.LEVEL_SECONDS] * 3)
+    assert not log.hurries
 
 
 def test_a_plan_is_in_the_log_with_the_time_at_which_it_was_there(tmp_path: Path) -> None:
@@ -453,8 +516,12 @@ def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
         log.send(b"{}\n", sample=True)
         samples += 1
         elapsed += log.interval_seconds
+    levels, elapsed = 0, 0.0
+    while elapsed < hours:
+        log.take_level(level(0), elapsed)
+        levels, elapsed = levels + 1, log.level_due
     log.close()
-    assert 5_000 < samples < 20_000
+    assert 5_000 < samples < 20_000 and 10_000 < levels < 40_000
 
 
 def _switches(name: str) -> int:

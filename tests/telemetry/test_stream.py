@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def test_a_reader_gets_hello_samples_events_and_the_end() -> None:
             reader.join(10)
             assert not reader.is_alive()
     assert hello["protocol"] == stream.PROTOCOL and hello["pid"] == os.getpid() and hello["budget_bytes"] == LIMIT
+    assert hello["script"] == sys.argv
     assert hello["map_states"] == list(MAP_STATES) and hello["policy"] == "auto"
     assert 0 < sample["resident_bytes"] <= LIMIT
     assert sample["unmanaged_bytes"] == sample["resident_bytes"] + sample["evicted_bytes"] + sample["offloaded_bytes"]

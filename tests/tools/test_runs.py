@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,27 @@ def test_the_need_is_what_is_live_at_the_worst_moment() -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) == pytest.approx(120e6, rel=0.03)
+
+
+def test_a_reading_that_waits_for_the_interpreter_is_followed_by_others(worker: dict[str, Any]) -> None:
+    """On a busy machine each reading of the bytes waits; the demo's picture had one in some seconds, drawn as blocks."""
+    readings: list[int] = []
+    three = threading.Event()
+
+    def resident() -> int:
+        time.sleep(0.5)
+        until = time.thread_time() + (0.3 if len(readings) == 1 else 0.0)  # one of them has a search in it
+        while time.thread_time() < until:
+            pass
+        readings.append(len(readings))
+        if len(readings) == 3:
+            three.set()
+        return readings[-1]
+
+    sampler = worker["Sampler"](0.002)
+    sampler.resident = resident
+    assert three.wait(30), "a hundred times as long as the wait went by after each"
+    sampler.stop()
 
 
 def test_an_unmanaged_run_learns_its_need() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, columns, ends_of_passes, nice
 from memmgr.tools.view.run_state import RunState
 from watch import lines
+from watch.test_report import report
 
 
 def watched(samples: int, passes_each: float = 0.1) -> RunState:
@@ -69,6 +72,41 @@ def test_passes_that_are_faster_than_samples_make_a_band_not_a_saw() -> None:
     fast = watched(60, passes_each=3.0)
     found = columns(fast, list(fast.points), 100)
     assert {(column.least[RESIDENT], column.most[RESIDENT]) for column in found[1:-1]} == {(3_000_000, 8_000_000)}
+
+
+def test_only_where_samples_are_few_is_there_a_band(tmp_path: Path) -> None:
+    """A log begins with many samples a pass. With its first second as the measure, the rest was drawn as blocks."""
+    found = [lines.hello(), *(lines.sample(i, total=lines.stats(passes=i // 10)) for i in range(100))]
+    found += [lines.sample(i, total=lines.stats(passes=10 + 3 * (i - 100))) for i in range(100, 160)]
+    one = RunState(points=None)
+    for line in found:
+        one.feed(line)
+    shown = columns(one, list(one.points), 480)
+    assert not any(column.sparse for column in shown[:80]) and all(column.sparse for column in shown[110:])
+    assert len({(column.least, column.most) for column in shown[115:-1]}) == 1
+    end = lines.end(passes=190)
+    page = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*found, end])))
+    assert page.count("few samples a pass: the least and the most, no curve") == 1
+    few = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*found[:100], end])))
+    assert "few samples" not in few
+
+
+def test_columns_are_equal_parts_of_the_time() -> None:
+    one = watched(1)
+    one.feed({"type": "levels", "seconds": 1.0, "each": [[0.01 * i, 5, 5, 0, 0, 0] for i in range(1, 101)]})
+    one.feed({"type": "levels", "seconds": 9.0, "each": [[1.0 + 0.1 * i, 5, 5, 0, 0, 0] for i in range(1, 91)]})
+    found = columns(one, list(one.points), 20)
+    assert [column.begin for column in found] == pytest.approx([0.5 * i for i in range(20)])
+    assert found[-1].end == pytest.approx(10.0)
+
+
+def test_levels_are_points_between_the_samples() -> None:
+    one = watched(3)
+    one.feed({"type": "levels", "seconds": 1.6, "each": [[1.3, 500, 400, 30, 2, 1], [1.6, 600, 400, 0, 0, 2]]})
+    last = one.points[-1]
+    assert len(one.points) == 5 and (last.seconds, last.passes, last.layers) == (1.6, 2, (200, 400, 0, 0))
+    assert one.points[-2].absent_bytes == 32 and one.points[-2].budget_bytes == lines.BUDGET
+    assert last.figure("recompute_seconds") == one.points[2].figure("recompute_seconds")
 
 
 def test_one_sample_and_none() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memmgr.observe.advice import more_budget
+from memmgr.observe.advice import advice, more_budget
 from memmgr.tools import cli
 from memmgr.tools.view import top_text
 from memmgr.tools.view.run_state import RunState
@@ -244,14 +244,49 @@ def _advised(tmp_path: Path, **changed: float) -> str:
 
 
 def test_there_is_a_change_or_it_says_that_there_is_none(tmp_path: Path) -> None:
-    assert _advised(tmp_path).startswith("<li>+4 MB of budget")
+    assert "; +4 MB of budget" in _advised(tmp_path)
     far = _advised(tmp_path, unmanaged_peak_bytes=20_000_000)
     assert far.startswith("<li>+9.6 MB of budget (17.6 MB) would remove about 80 %")
+    assert far.endswith("(an estimate); that is about 16% less time</li>") and far.count("of budget") == 1
     fits = _advised(tmp_path, unmanaged_peak_bytes=7_000_000)
     assert fits == "<li>nothing: everything fitted, and 7 MB would have done</li>"
     cheap = _advised(tmp_path, recompute_seconds=0.1, stall_seconds=0.1)
     assert cheap.startswith("<li>nothing: recomputing and waiting took 2.0% of the time")
     assert "nothing: " not in _advised(tmp_path, unmanaged_peak_bytes=7_000_000, tier_errors=3)
+
+
+def test_two_budgets_are_one_advice_in_one_place(tmp_path: Path) -> None:
+    log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])
+    page = report(tmp_path, str(log))
+    assert "help most" not in page and page.count("would remove all") == page.count("about 16% less time") == 1
+    found = _advised(tmp_path)
+    assert found.count("<li>") == 1 and found.startswith(
+        "<li>+3.2 MB of budget (11.2 MB), about 16% less time (an estimate)"
+    )
+    assert found.endswith(
+        "; +4 MB of budget (12 MB, all that it needs) would remove all of the recomputing and waiting</li>"
+    )
+
+
+def test_a_narrow_screen_scrolls_tables_and_pictures(tmp_path: Path) -> None:
+    """On 420 pixels the first column broke letter by letter, and the words of a picture were five pixels high."""
+    page = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])))
+    assert page.count("<svg") == page.count("<div class=box><svg") == 3
+    assert page.count("<table>") == page.count("<div class=box><table>") == 3
+    (first,) = re.findall(r"td:first-child[^{]*{([^}]*)}", page)
+    assert "min-width: 9rem" in first and "svg { width: 100%; min-width: 48rem" in page
+
+
+def test_the_floor_is_rounded_up_in_every_view(tmp_path: Path) -> None:
+    """As in the summary of a run: a budget of the size that is shown has to work."""
+    total = lines.stats(floor_bytes=19_312_345)
+    found = [lines.hello(), *(lines.sample(i, total=total) for i in range(20)), lines.end(floor_bytes=19_312_345)]
+    page = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", found)))
+    watched = RunState()
+    for line in found:
+        watched.feed(line)
+    assert "19.4 MB" in page and "floor 19.4 MB" in top_text.plain(top_text.once(watched, 80, 24, top_text.ASCII))
+    assert "the floor (no smaller budget can work) is about 19.4 MB" in advice(total)[0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_the_screen_shows_the_last_seconds() -> None:
     assert [row[0] for row in rows[:4]] == ["parameters", "gradients", "optimizer states", "other"]
     # From the pass that was under way ten seconds ago: 2 more passes, 20 samples of half a percent.
     assert rows[2] == ("optimizer states", "", "1 MB", "2 MB", "2.5 MB")
-    assert rows[4] == ("the link in 4 s, one way", "", "", "", "80 MB")
+    assert rows[4] == ("the link could move in 4 s", "", "", "", "80 MB")
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50)])
@@ -108,9 +109,27 @@ def test_the_page_has_a_picture_and_a_table_of_the_whole_run(tmp_path: Path) -> 
     )
     shown = report(tmp_path, str(log))
     words = " ".join(Page(shown).words)
-    assert "Model states, and what moved of them a pass" in words and "the link in 250 ms, one way at a time" in words
+    assert "Model states, and bytes moved a pass" in words and "the link could move in 250 ms" in words
+    assert "takes in the time of a pass" in words, "it says what could move is"
     assert 'class="optimizer_states"' in shown and "<td>2.5 MB</td>" in shown
     assert "slowdown at least 1.25x" in words
+
+
+def test_every_colour_of_the_page_is_defined(tmp_path: Path) -> None:
+    """A shape without a rule is black: it is wrong on white, and invisible in the dark."""
+    log = lines.written(
+        tmp_path / "run.jsonl",
+        [lines.hello(), *samples(), *lines.lines()[1:], {**lines.end(), "stats": stats(), "failed": False}],
+    )
+    page = report(tmp_path, str(log))
+    style = page[page.index("<style>") : page.index("</style>")]
+    defined = set(re.findall(r"(--[\w-]+):", style))
+    assert {"--other", "--parameters"} <= set(re.findall(r"var\((--[\w-]+)\)", page)) <= defined
+    filled = set(re.findall(r"\.([\w-]+) {[^}]*(?:fill|stroke|background):", style))
+    drawn = re.findall(r'<(?:rect|polygon|line|text)[^>]* class="([^"]+)"', page)
+    assert {"other", "optimizer_states", "link"} <= {word for words in drawn for word in words.split()}
+    assert not [words for words in drawn if not filled & set(words.split())]
+    assert '<i style="background: var(--other)"></i>other' in page, "it has a swatch in the table"
 
 
 def test_the_trace_has_a_counter_of_what_moved() -> None:

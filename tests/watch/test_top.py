@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -65,6 +66,15 @@ def test_the_plain_screen_is_repeated_until_the_end(capsys: pytest.CaptureFixtur
 
 
 # -- bad input: one line, code 2 --
+
+
+def test_a_process_that_goes_without_an_end_has_a_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with lines.served(4242, lines.lines(), hang_up=True):
+        assert cli.main(["top", "4242", "--ascii"]) == 0
+        shown = capsys.readouterr().out.rstrip().splitlines()
+        assert shown[-1] == "process 4242 has gone: no end of its budget came (killed?)"
+        assert cli.main(["top", "4242", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"pid": 4242, "type": "gone", "seconds": 29.5}
 
 
 def _fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -174,7 +184,7 @@ def test_the_screen_at_80_by_24() -> None:
                 and shown[8].startswith("▓ fixed")
             )
             assert shown[10].startswith("▓▓▓▓▓▓▓▓████████········▄▄▄▄") and shown[12].startswith("· free")
-            assert shown[13].startswith(" 1 modules  2 tensors  3 states  4 events   9.5 s old")
+            assert shown[13] == " 1 modules  2 tensors  3 states  4 events   9.5 s old  times: of the last 30 s"
             assert shown[12].endswith("leaving  9.5 s old"), "the map is of then"
             assert shown[14].split() == ["module", "resident", "fixed", "absent", "recomputing", "waiting"]
             assert shown[15].split()[:3] == ["Net.first.1", "2", "MB"]
@@ -278,6 +288,22 @@ def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pyt
             await pilot.press("p")
             await pilot.pause()
             assert "silent for" not in _text(app).splitlines()[0], "who does not listen cannot say that"
+
+        _drive(app, look)
+
+
+def test_a_process_that_was_killed_does_not_look_alive() -> None:
+    with lines.served(4242, lines.lines(), hang_up=True):
+        app = _app()
+
+        async def look(pilot: Any) -> None:
+            first = _text(app).splitlines()
+            assert first[0].endswith("gone (killed?) 0 ago  5 passes  29.5 s")
+            app._attached[0]._heard -= 12.0
+            await pilot.pause(0.3)
+            shown = _text(app).splitlines()
+            assert "gone (killed?) 12 s ago" in shown[0] and "silent" not in shown[0]
+            assert (old := re.search(r"([\d.]+) s old", shown[13])) and float(old[1]) >= 21.5, "what it sent ages, too"
 
         _drive(app, look)
 

@@ -76,8 +76,8 @@ budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  need 12 MB
     8 MB |--/####/----/####/----/####/----/####/----/####/----/####/------------
          |/########//########//########//########//########//########
          |===========================================================
- + a pass 29.5 s ago         +         +         +         +          now
-= fixed  # evictable  / at times  . evicted  : offloaded
+          29.5 s ago         +         +         +         +          now
+= fixed  # evictable  / at times  . evicted  : offloaded  + a pass
 10 s: 5 s a pass recomputing 10% waiting 2.0%  all: evicted 60 MB offloaded 9 MB
 ========########________~~~~~~~~        ========########________~~~~~~~~
 ========########________~~~~~~~~        ========########________~~~~~~~~
@@ -116,8 +116,11 @@ def test_every_line_fits_and_every_state_has_a_character(glyphs: text.Glyphs, wi
         assert sum(len(part) for part, _ in line) <= max(width, 70), line
     assert len({getattr(glyphs, name) for name in (*text.MEMORY, "budget")}) == 6
     assert len({getattr(glyphs, name) for name in text.SPACE}) == 4
-    axis = text.plain(shown[7:8])
-    assert axis.index(f"{glyphs.ended} a pass ") < axis.index(" s ago ") < axis.index(" now"), axis
+    axis, meaning = text.plain(shown[7:9]).splitlines()
+    assert axis.index(" s ago ") < axis.index(f" {glyphs.ended} ") < axis.index(" now"), axis
+    assert meaning.endswith(f"  {glyphs.ended} a pass") and "pass" not in axis, (
+        "no word of it reads as a part of the axis"
+    )
     if glyphs is text.ASCII:
         assert text.plain(shown).isascii()
 
@@ -257,9 +260,40 @@ def test_what_is_old_says_so_and_what_is_new_does_not() -> None:
 
 def test_a_process_that_says_nothing_is_silent() -> None:
     watched = fed()
-    assert "silent" not in text.plain([text.title(watched, 100, text.ASCII, silent=2.0)])
-    (_, _, right) = text.title(watched, 100, text.ASCII, silent=12.0)
+    watched.silent_seconds = 2.0
+    assert "silent" not in text.plain([text.title(watched, 100, text.ASCII)])
+    watched.silent_seconds = 12.0
+    (_, _, right) = text.title(watched, 100, text.ASCII)
     assert "silent for 12 s" in right[0] and right[1] == "bold red"
+    assert text.age(watched, watched.cells) == "21.5 s old", "what it sent before grows old"
+
+
+def test_a_stream_without_its_end_is_of_a_process_that_is_gone() -> None:
+    watched = fed()
+    watched.feed({"type": "gone", "seconds": watched.now})
+    watched.silent_seconds = 12.3
+    (_, _, right) = text.title(watched, 80, text.ASCII)
+    assert right[0].startswith("  gone (killed?) 12 s ago  5 passes") and right[1] == "bold red"
+    assert text.log_lines(watched)[-1].startswith("     29.5 s  gone: ")
+    shown = text.once(watched, 80, 24, text.ASCII)
+    assert text.plain(shown[-1:]) == "process 4242 has gone: no end of its budget came (killed?)" and len(shown) <= 23
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (["/home/me/train.py", "--name", "a b"], "train.py --name 'a b'"),
+        (["/site/pkg/__main__.py"], "pkg"),
+        (["-c"], "python3 memmgr run --budget 120MB --log long.jsonl long.py"),
+        (None, "python3 memmgr run --budget 120MB --log long.jsonl long.py"),
+    ],
+)
+def test_the_first_line_names_the_script_and_not_its_launcher(script: list[str] | None, said: str) -> None:
+    command = ["/v/bin/python3", "../v/bin/memmgr", "run", "--budget", "120MB", "--log", "long.jsonl", "long.py"]
+    watched = fed([lines.hello(command=command, script=script), lines.sample(0)])
+    assert watched.program == said
+    if script and len(script) > 1:
+        assert said in text.plain([text.title(watched, 80, text.ASCII)])
 
 
 @pytest.mark.parametrize(

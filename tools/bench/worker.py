@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import threading
@@ -110,15 +111,18 @@ class Sampler:
         self._thread.join()
 
     def _loop(self) -> None:
-        next_resident, resident = 0.0, -1
+        next_resident, resident, cost = 0.0, -1, math.inf
         while not self._stop.wait(self._seconds):
             if self._waiting:
                 continue
             now = self.clock()
             if self.resident is not None and now >= next_resident:
+                begun = time.thread_time()
                 resident = self.resident()
-                # Reading takes at most a hundredth of the run, however long one reading takes.
-                next_resident = now + max(0.02, 100 * (self.clock() - now))
+                # Reading takes about a hundredth of the run. Time in which the thread waits for the interpreter is no cost, and
+                # the searches for models in some readings are rationed already: with both there was one in some seconds.
+                cost = min(cost, time.thread_time() - begun)
+                next_resident = now + max(0.02, 100 * cost)
             self.timeline.append((now, rss_bytes() - self._start_rss, resident))
 
 

@@ -34,6 +34,7 @@ class Attached:
         self.over = False
         self._rest = b""
         self._heard = time.monotonic()
+        self._interval = float(request.get("interval_seconds", 1.0))
         try:
             self._socket: socket.socket = stream.connect(pid)
         except stream.Unreachable as error:
@@ -49,6 +50,8 @@ class Attached:
     def receive(self) -> list[dict[str, Any]]:
         """The lines that have come; `over` is set at the end of the stream. Never waits.
 
+        A stream that ends without its `end` has a last line of the type `gone`.
+
         Raises:
             UsageError: it does not speak our language.
         """
@@ -63,6 +66,10 @@ class Attached:
             if not data:
                 self.over = True
                 self._socket.close()
+                if self.watched.end is None and not self.watched.error:
+                    lines.append({"type": "gone", "seconds": self.watched.now})
+                    self.watched.feed(lines[-1])
+                break
             self._heard = time.monotonic()
             self._rest += data
             *whole, self._rest = self._rest.split(b"\n")
@@ -70,12 +77,9 @@ class Attached:
                 line = parse_line(text)
                 self.watched.feed(line)
                 lines.append(line)
+        silent = time.monotonic() - self._heard - (0.0 if self.watched.gone else self._interval)
+        self.watched.silent_seconds = 0.0 if self.watched.end is not None else max(0.0, silent)
         return lines
-
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds since the last line; 0 when no line is expected."""
-        return 0.0 if self.over else time.monotonic() - self._heard
 
     def fileno(self) -> int:
         """For `select`."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
@@ -61,7 +62,7 @@ def over_time(watched: RunState) -> str:
         y = axes.y(size)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{said}</text>')
-    parts += _layers(found, axes)
+    parts += [*_layers(found, axes), *_few(found, axes)]
     if budget < UNLIMITED:
         y, label = axes.y(budget), f"budget {watched.size(budget)}"
         parts.append(f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -105,6 +106,20 @@ def _layers(found: Sequence[Column], axes: _Axes) -> list[str]:
         area("evicted", "evicted, at its most", there, evicted),
         area("offloaded", "offloaded, at its most", evicted, offloaded),
     ]
+
+
+def _few(found: Sequence[Column], axes: _Axes) -> list[str]:
+    """Lines above the stretches in which samples are too few for a curve; the longest of them has the words."""
+    runs = [list(run) for sparse, run in groupby(found, lambda column: column.sparse) if sparse]
+    ends = [(axes.x(run[0].begin), axes.x(run[-1].end)) for run in runs]
+    y = TOP - 2
+    drawn = [f'<line class="pass" x1="{begin:.1f}" x2="{end:.1f}" y1="{y}" y2="{y}"/>' for begin, end in ends]
+    if ends:
+        begin, end = max(ends, key=lambda one: one[1] - one[0])
+        at = min(max((begin + end) / 2, LEFT + 150), WIDTH - RIGHT - 150)
+        said = "few samples a pass: the least and the most, no curve"
+        drawn.append(f'<text class="tick" x="{at:.1f}" y="{y - 4}" text-anchor="middle">{said}</text>')
+    return drawn
 
 
 def _passes(points: Sequence[Point], axes: _Axes) -> list[str]:

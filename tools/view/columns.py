@@ -7,16 +7,17 @@ in it as well.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from memmgr.tools.view.run_state import Point, RunState
 
 FEW_SAMPLES = 8
 """A pass with fewer samples than this has no shape that they would show."""
 AROUND = 12
-"""So many samples of such passes show their lowest and highest values together."""
+"""So many samples of such passes show their lowest and highest values together. So many on each side are counted for it."""
 
 Edges = tuple[int, ...]
 """The upper edges of the layers, from below: fixed, evictable (the resident bytes end there), evicted, offloaded."""
@@ -25,12 +26,16 @@ RESIDENT, UNMANAGED = 1, 3
 
 @dataclass(frozen=True)
 class Column:
-    """A stretch of time, in seconds since the budget opened, and each edge at its lowest and at its highest there."""
+    """A stretch of time, in seconds since the budget opened, and each edge at its lowest and at its highest there.
+
+    `sparse`: passes have so few samples there that the edges are those of many samples around.
+    """
 
     begin: float
     end: float
     least: Edges
     most: Edges
+    sparse: bool = False
 
 
 def columns(watched: RunState, points: Sequence[Point], most: int) -> list[Column]:
@@ -46,17 +51,26 @@ def columns(watched: RunState, points: Sequence[Point], most: int) -> list[Colum
     low = [_each(min, edges[i : i + 2]) for i in range(stretches)]
     high = [_each(max, edges[i : i + 2]) for i in range(stretches)]
     _raise_to_peaks(watched, times, high)
-    passes = points[-1].passes - points[0].passes
-    around = AROUND if passes and len(points) / passes < FEW_SAMPLES else 1
-    step = max(1.0, stretches / most)
+    width = (times[-1] - times[0]) / most
+    # A part of the time each, since a log has more samples at its beginning. The tolerance is one of floating point numbers.
+    starts = sorted(
+        {bisect_left(times, times[0] + (i - 1e-6) * width) for i in range(most)} - {stretches, stretches + 1}
+    )
     found = []
-    for i in range(min(most, stretches)):
-        first, last = int(i * step), max(int((i + 1) * step), int(i * step) + 1)
-        length = max(around, last - first)
+    for first, last in pairwise((*starts, stretches)):
+        sparse = _sparse(points, first, last)
+        length = max(AROUND if sparse else 1, last - first)
         from_ = max(0, min((first + last - length) // 2, stretches - length))  # not fewer at the beginning and the end
         near = slice(from_, from_ + length)
-        found.append(Column(times[first], times[last], _each(min, low[near]), _each(max, high[near])))
+        found.append(Column(times[first], times[last], _each(min, low[near]), _each(max, high[near]), sparse))
     return found
+
+
+def _sparse(points: Sequence[Point], first: int, last: int) -> bool:
+    """Do passes have few samples from one to the other?"""
+    first, last = max(0, first - AROUND), min(len(points) - 1, last + AROUND)
+    passes = points[last].passes - points[first].passes
+    return passes > 0 and (last - first) / passes < FEW_SAMPLES
 
 
 def _edges(point: Point) -> Edges:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memmgr.config.sizes import UNLIMITED, show_seconds
 from memmgr.observe.summary import slowdown
-from memmgr.tools.view.run_state import RunState, clean
+from memmgr.tools.view.run_state import GONE, RunState, clean
 
 HEAD = ("rank", "budget", "now", "peak", "floor", "unmanaged", "passes", "lost a pass", "slowdown, at least", "")
 WAITED_FOR = "the others wait for it"
@@ -77,9 +77,9 @@ def table(ranks: Sequence[RunState]) -> list[tuple[str, ...]]:
         (
             f"{row.rank}" + (f" ({row.where})" if row.where else ""),
             *_cells(row, size),
-            WAITED_FOR * (row.rank == slowest),
+            GONE if watched.gone else WAITED_FOR * (row.rank == slowest),
         )
-        for row in rows
+        for watched, row in zip(ranks, rows, strict=True)
     ]
     least, most = _extreme(rows, min), _extreme(rows, max)
     return [HEAD, *told, ("min", *_cells(least, size), ""), ("max", *_cells(most, size), "")]

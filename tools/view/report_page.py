@@ -9,22 +9,27 @@ from html import escape
 
 from memmgr.config.sizes import show_seconds
 from memmgr.observe.advice import changes, no_change, own_checkpointing
-from memmgr.observe.slowness import WHERE, wants_budget, why_slow
+from memmgr.observe.slowness import WHERE, wants_budget
+from memmgr.observe.slowness import lines as why_slow
 from memmgr.observe.summary import main_figures
 from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time
 from memmgr.tools.view.job import jobs, table
 from memmgr.tools.view.period import section
 from memmgr.tools.view.run_state import LAYERS, RunState, clean
+from memmgr.tools.view.top_text import could_move
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
-_LINK = "resident: on the device; offloaded: in the tier alone; moved: written to the tier and read back"
+_LINK = (
+    "resident: on the device; offloaded: in the tier alone; moved: written to the tier and read back; could move: as many bytes "
+    "as the tier, at its measured speed and one way at a time, takes in the time of a pass"
+)
 _ABSENT = "evicted: dropped; offloaded: dropped, with a copy in the tier; recomputed, read back: restored in these ways"
 _HOLDERS = "tensors of one origin are one row; absent: evicted or offloaded"
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #68707a; --line: #d9dde2; --page: #fff; --tile: #f4f6f8;
   --fixed: #7d93b8; --evictable: #3f9b6b; --evicted: #e2a3a0; --offloaded: #ecd08a; --recompute: #c8504b; --stall: #d8a12a;
-  --parameters: #4a86c5; --gradients: #c98a3a; --optimizer_states: #8a6bb5; }
+  --parameters: #4a86c5; --gradients: #c98a3a; --optimizer_states: #8a6bb5; --other: #8b929b; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa2ab; --line: #363c43; --page: #16191c;
   --tile: #20252a; --fixed: #5b719a; --evictable: #3b8c61; --evicted: #8a4a48; --offloaded: #8d7638; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem; margin: 2rem auto;
@@ -33,20 +38,22 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } h3 { fo
 code { overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
 .tile { background: var(--tile); border-radius: .4rem; padding: .5rem .8rem; } .tile b { display: block; font-size: 1.2rem; }
-svg { width: 100%; height: auto; font-size: 12px; } .grid { stroke: var(--line); } .tick { fill: var(--soft); }
+svg { width: 100%; min-width: 48rem; height: auto; font-size: 12px; } .grid { stroke: var(--line); } .tick { fill: var(--soft); }
 .label { fill: var(--ink); } .budget { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 6 4; }
 .pass { stroke: var(--soft); } .pale { fill-opacity: .45; } i.pale { background: var(--evictable); opacity: .45; }
 .fixed { fill: var(--fixed); } .evictable { fill: var(--evictable); } .evicted { fill: var(--evicted); }
 .offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
 .reload { fill: var(--offloaded); } .parameters { fill: var(--parameters); } .gradients { fill: var(--gradients); }
-.optimizer_states { fill: var(--optimizer_states); } .link { fill: var(--line); }
+.optimizer_states { fill: var(--optimizer_states); } .other { fill: var(--other); } .link { fill: var(--line); }
 .key span { display: inline-block; margin-right: 1.2rem; }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
-td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; } .box { overflow-x: auto; }
+td { white-space: nowrap; } .box { overflow-x: auto; }
+td:first-child, th:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
 """
 _COSTS = ("recompute", "reload", "stall")
+MOST = "what would help most: "
 
 
 def page(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, Trace]] = ()) -> str:
@@ -91,19 +98,21 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
         f"{escape(str(hello.get('torch')))}, Python {escape(str(hello.get('python')))}.{_ending(watched)}</p>"
     )
     binary = watched.binary
-    yield f"<p><b>Why it took its time.</b> {escape(_why(watched))}</p>"
+    why, most = _why(watched)
+    yield f"<p><b>Why it took its time.</b> {escape(why)}</p>"
     yield _tiles(watched)
+    more = changes(stats, binary=binary) if wants_budget(watched.leaks, _ended_by(watched)) else []
     lines = [
         *watched.leaks,
         *own_checkpointing(stats, binary=binary),
-        *(changes(stats, binary=binary) if wants_budget(watched.leaks, _ended_by(watched)) else ()),
+        *_advice(most, more),
         *_faults(watched),
     ]
     if watched.end is None and not stats["passes"]:
         lines = ["nothing can be said: the log ends before the first pass does"]
     lines = lines or [no_change(stats, binary=binary)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
-    yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
+    yield f"<h3>Memory over time</h3>{_wide(over_time(watched))}{_key()}"
     yield from _states(watched)
     yield from _time(watched)
     yield from _gone(watched)
@@ -115,14 +124,29 @@ def _ended_by(watched: RunState) -> str:
     return str((watched.end or {}).get("error") or "")
 
 
-def _why(watched: RunState) -> str:
-    """The first paragraph: the shares of the time and the change that would help most, in sentences."""
+def _why(watched: RunState) -> tuple[str, str]:
+    """The shares of the time in sentences, for the first paragraph; and the change that would help most, for the list."""
     reasons = [text.partition(": ")[2] for _, text in watched.plans if text.startswith(("no plan", "left plan"))]
     reason = reasons[-1] if reasons else ""
-    known = {"leaks": watched.leaks, "ended_by": _ended_by(watched)}
-    text = clean(why_slow(watched.stats, binary=watched.binary, reason=reason, **known))
-    text = text.removeprefix(WHERE)
-    return ". ".join(part[0].upper() + part[1:] for part in text.split("; ") if part) + "."
+    told = why_slow(
+        watched.stats, binary=watched.binary, reason=reason, leaks=watched.leaks, ended_by=_ended_by(watched)
+    )
+    told = [clean(text) for text in told]
+    most = "".join(text.removeprefix(MOST) for text in told if text.startswith(MOST))
+    parts = [part for text in told if not text.startswith(MOST) for part in text.removeprefix(WHERE).split("; ")]
+    return ". ".join(part[0].upper() + part[1:] for part in parts if part) + ".", most
+
+
+def _advice(most: str, more: Sequence[str]) -> list[str]:
+    """The changes, with the one that would help most in the first sentence: two sizes of one budget are one advice."""
+    head, _, saved = most.rpartition(", about ")
+    same = next((text for text in more if head and head in text), "")
+    if same:
+        first = same if "less time" in same else f"{same}; that is about {saved.removesuffix(' (an estimate)')}"
+    else:
+        same = next((text for text in more if most.startswith("+") and text.startswith("+")), "")
+        first = "; ".join(filter(None, (most, same)))
+    return [*([first] if first else ()), *(text for text in more if text != same)]
 
 
 def _ending(watched: RunState) -> str:
@@ -132,11 +156,17 @@ def _ending(watched: RunState) -> str:
 
 
 def _tiles(watched: RunState) -> str:
+    stats = {**watched.stats, "floor_bytes": watched.floor_bytes}
     return (
         "<div class=tiles>"
-        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in main_figures(watched.stats, binary=watched.binary))
+        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in main_figures(stats, binary=watched.binary))
         + "</div>"
     )
+
+
+def _wide(drawn: str) -> str:
+    """A picture that a narrow screen scrolls, since its words would be too small to read there."""
+    return f"<div class=box>{drawn}</div>"
 
 
 def _faults(watched: RunState) -> list[str]:
@@ -163,11 +193,9 @@ def _states(watched: RunState) -> Iterator[str]:
     if found is None or not found.states_moved_bytes:
         return
     moved = [(flow.kind, flow.moved_bytes) for flow in found.each]
-    took = show_seconds(found.pass_seconds)
-    yield "<h3>Model states, and what moved of them a pass</h3>"
-    yield bars(
-        [("moved", moved), (f"the link in {took}, one way at a time", [("link", found.link_bytes)])], watched.size
-    )
+    could = could_move(watched, found.pass_seconds)
+    yield "<h3>Model states, and bytes moved a pass</h3>"
+    yield _wide(bars([("moved a pass", moved), (could, [("link", found.link_bytes)])], watched.size))
     yield "<div class=box><table><tr><th>kind</th><th>resident in the end</th><th>offloaded</th><th>moved a pass</th></tr>"
     for flow in found.each:
         name = f'<i style="background: var(--{flow.kind})"></i>{flow.kind.replace("_", " ")}'
@@ -184,7 +212,7 @@ def _time(watched: RunState) -> Iterator[str]:
         ]
         drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0])
         if drawn:
-            yield f"<h3>{title}</h3>{drawn}"
+            yield f"<h3>{title}</h3>{_wide(drawn)}"
             if key == "module":
                 names = (
                     ("recompute", "recomputing"),
@@ -220,20 +248,33 @@ def _holders(watched: RunState) -> Iterator[str]:
     found = watched.explained
     if not found:
         return
-    at = show_seconds(float(found.get("seconds", 0.0)))
-    yield f"<h3>Who holds the memory, at {at} (the highest moment that was looked at)</h3><div class=box><table>"
+    yield f"<h3>Who holds the memory, {_moment(watched)}</h3><div class=box><table>"
     yield "<tr><th>name</th><th>kind</th><th>module</th><th>line</th><th>tensors</th><th>size</th><th>of it absent</th></tr>"
     for row in found["holders"][:MOST_ROWS]:
+        shown = {**row, "kind": f"{row['kind']}, a leak" if row.get("leak") else row["kind"]}
         words = "".join(
-            f"<td>{escape(clean(str(row[key])))}</td>" for key in ("name", "kind", "module", "line", "count")
+            f"<td>{escape(clean(str(shown[key])))}</td>" for key in ("name", "kind", "module", "line", "count")
         )
-        sizes = "".join(f"<td>{watched.size(int(row[key]))}</td>" for key in ("bytes", "absent_bytes"))
+        sizes = "".join(
+            f"<td>{'-' if row[key] is None else watched.size(int(row[key]))}</td>" for key in ("bytes", "absent_bytes")
+        )
         yield f"<tr>{words}{sizes}</tr>"
     yield f"</table></div><p class=soft>{_HOLDERS}</p>"
     yield "<h3>By the line that made it</h3><div class=box><table><tr><th>line</th><th>size</th></tr>"
     for line, size in list(found["lines"].items())[:MOST_ROWS]:
         yield f"<tr><td>{escape(clean(line))}</td><td>{watched.size(int(size))}</td></tr>"
     yield "</table></div>"
+
+
+def _moment(watched: RunState) -> str:
+    """The moment of the table of holders, and its share of the memory that the run needed."""
+    found = watched.explained
+    at = show_seconds(float(found.get("seconds", 0.0)))
+    if "bytes" not in found:
+        return f"at {at} (the highest moment that was looked at)"
+    moment = f"at the peak of a pass before {at}" if found.get("at_peak") else f"at {at}"
+    needed = max(int(found["bytes"]), int(watched.stats.get("unmanaged_peak_bytes", 0)))
+    return f"{moment}: {watched.size(int(found['bytes']))} of the {watched.size(needed)} that the run needed"
 
 
 def _plans(watched: RunState) -> Iterator[str]:

@@ -5,13 +5,14 @@ it from a socket, `report` from a file. It does not draw, and does not import to
 from __future__ import annotations
 
 import json
+import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, round_up, show_seconds, show_size
 from memmgr.observe.figures import FOLLOWED
 from memmgr.observe.states import Flows, flows
 from memmgr.telemetry.stream import PROTOCOL
@@ -20,6 +21,8 @@ from memmgr.tools.common.usage_error import UsageError
 LAYERS = ("fixed", "evictable", "evicted", "offloaded")
 """The layers of a moment's memory, from below, by their names in every picture."""
 
+GONE = "gone (killed?)"
+"""The state of a process whose stream ended without its `end`."""
 
 EVENTS = {
     "evict": "evicted", "offload": "offloaded", "reload": "read back", "recompute": "recomputed", "stall": "waited for room",
@@ -127,6 +130,8 @@ class RunState:
         self.log: deque[tuple[float, str]] = deque(maxlen=500)
         self.plans: deque[tuple[float, str]] = deque(maxlen=100)
         self.end: dict[str, Any] | None = None
+        self.gone = False  # the stream has ended, and its end did not come
+        self.silent_seconds = 0.0  # since the next line was due; 0 after the end
         self.error = ""
 
     @property
@@ -135,6 +140,26 @@ class RunState:
         if self.end is not None and self.end.get("stats"):
             return dict(self.end["stats"])
         return dict(self.sample.get("total", {}))
+
+    @property
+    def program(self) -> str:
+        """The script and its arguments; the whole command where no script is known."""
+        words = [clean(str(word)) for word in self.hello.get("script") or ()]
+        if not words or words[0] in ("", "-c"):
+            words = [clean(str(word)) for word in self.hello.get("command", [])]
+            return shlex.join([word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)])
+        folder, _, name = words[0].removesuffix("/__main__.py").rpartition("/")
+        return shlex.join([name or folder, *words[1:]])
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that can work, rounded up to the digits that are shown: the shown size works, too."""
+        return round_up(int(self.stats.get("floor_bytes", 0)), binary=self.binary)
+
+    @property
+    def tier(self) -> str:
+        """The tier below the device: disk, host, or unknown."""
+        return clean(str(self.hello.get("tier") or ""))
 
     @property
     def leaks(self) -> list[str]:
@@ -203,6 +228,13 @@ class RunState:
             )
         )
 
+    def _take_levels(self, line: dict[str, Any]) -> None:
+        counted = self.points[-1].counted if self.points else {}
+        for seconds, *sizes, passes in line["each"]:
+            resident, evictable, evicted, offloaded = map(int, sizes)
+            each = {**counted, "passes": int(passes)}
+            self.points.append(Point(float(seconds), resident, evictable, evicted, offloaded, self.budget_bytes, each))
+
     def _take_passes(self, line: dict[str, Any]) -> None:
         count = int(line["count"])
         told = [Pass(float(p[0]), float(p[1]), float(p[2]), int(p[3]), int(p[4])) for p in line.get("each", ())]
@@ -270,7 +302,7 @@ class RunState:
     def _take_explained(self, line: dict[str, Any]) -> None:
         if not isinstance(line["holders"], list) or not isinstance(line["lines"], dict):
             raise ValueError("holders, lines")
-        self.explained = line
+        self.explained = max(self.explained, line, key=_worth)
 
     def _take_dropped(self, line: dict[str, Any]) -> None:
         self._note(self.sample, f"{int(line['lines'])} lines were dropped: this reader was slow")
@@ -278,6 +310,10 @@ class RunState:
     def _take_error(self, line: dict[str, Any]) -> None:
         self.error = str(line["text"])
         self._note(self.sample, self.error)
+
+    def _take_gone(self, line: dict[str, Any]) -> None:
+        self.gone = True
+        self._note(line, "gone: the process was killed, or has left its budget in another way that sends no end")
 
     def _take_end(self, line: dict[str, Any]) -> None:
         self.end = line
@@ -372,6 +408,11 @@ class RunState:
             return -sum(s.seconds for s in item[1].values()), -sum(s.bytes for s in item[1].values())
 
         return sorted(found.items(), key=weight)
+
+
+def _worth(explained: dict[str, Any]) -> tuple[bool, bool, int]:
+    """The rank of a line of holders: one with leaks is shown before one without, then one of more bytes before one of fewer."""
+    return bool(explained), bool(explained.get("leaks")), int(explained.get("bytes", 0))
 
 
 def clean(text: str) -> str:

@@ -135,8 +135,9 @@ class TopApp(App[None]):
                 one.watched.error = str(error)
                 one.close()
                 news = True
-        silent = int(self._attached[self._at].silent_seconds)
-        if news or not self._columns or (silent != self._silent and silent > text.OLD_SECONDS):
+        shown = self._attached[self._at].watched
+        silent = int(shown.silent_seconds)
+        if news or not self._columns or (silent != self._silent and (shown.gone or silent > text.OLD_SECONDS)):
             self._silent = silent
             self.draw()
 
@@ -160,17 +161,16 @@ class TopApp(App[None]):
         """Writes everything anew."""
         if not self.query("#above"):
             return  # another screen is in front
-        one = self._attached[self._at]
-        watched = one.watched
-        silent = 0.0 if self._paused else max(0.0, one.silent_seconds - self._interval)
+        watched = self._attached[self._at].watched
+        if self._paused and not watched.gone:
+            watched.silent_seconds = 0.0  # its lines wait in the socket
         width = max(20, self.size.width)
         glyphs = text.UNICODE
         place = f"({self._at + 1} of {len(self._attached)})" if len(self._attached) > 1 else ""
         lines = [
-            text.title(watched, width, glyphs, place, silent),
+            text.title(watched, width, glyphs, place),
             text.budget_line(watched, width, glyphs),
             *text.chart(watched, width, 6 + self._more_rows(), glyphs),
-            text.legend(text.MEMORY, glyphs, text.tier(watched)),
             text.activity(watched, width, glyphs),
             *text.leaks(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
@@ -198,6 +198,8 @@ class TopApp(App[None]):
         if self._panel in SOURCES:
             line = getattr(watched, SOURCES[self._panel])
             bar.append(f"  {text.age(watched, line) if line else 'not told yet'}", "bold yellow")
+        if self._panel == "modules":
+            bar.append(f"  times: {text.seen(watched)}")
         if self._wanted:
             bar.append(f"  with {self._wanted!r}", "bold")
         if self._paused:

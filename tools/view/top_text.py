@@ -6,16 +6,15 @@ Every state has a character of its own in addition to its colour, so that no inf
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memmgr.config.sizes import UNLIMITED, show_seconds
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
-from memmgr.tools.view.run_state import Point, RunState, clean, name_of, origin
+from memmgr.tools.view.run_state import GONE, RunState, clean, name_of, origin
 
 Segment = tuple[str, str]
 """Text, and its style as rich writes styles."""
@@ -78,12 +77,15 @@ def fit(text: str, width: int, glyphs: Glyphs, *, keep_end: bool = False) -> str
 # -- above ----------------------------------------------------------------------------------------------------------
 
 
-def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "", silent: float = 0.0) -> Line:
-    """Name and state of the process; `silent` is the number of seconds without a line from it."""
+def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Line:
+    """Name and state of the process, and the time without a line from it."""
+    silent = watched.silent_seconds
     if watched.end is not None:
         state = "failed" if watched.end.get("failed") else "ended"
     elif watched.error and not watched.sample:
         state = "lost"
+    elif watched.gone:
+        state = f"{GONE} {show_seconds(round(silent))} ago"
     else:
         state = str(watched.sample.get("phase", "waiting"))
         if watched.by_plan():
@@ -91,22 +93,18 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "", silent
     passes = int(watched.stats.get("passes", 0))
     counted = f"{passes:,} pass{'es' if passes > 1 else ''}  " if passes else ""
     right = f"{clean(state)}  {counted}{show_seconds(watched.now)}"
-    if silent > OLD_SECONDS and watched.end is None:
-        right = f"silent for {show_seconds(silent)}  {right}"
+    if silent > OLD_SECONDS and not watched.gone:
+        right = f"silent for {show_seconds(round(silent))}  {right}"
     rank = watched.hello.get("rank")
     left = f"{watched.pid}" + (f" rank {rank}" if rank is not None else "")
     device = clean(str(watched.hello.get("device", "cpu")))
     left += ("" if device == "cpu" else f" {device}") + (f" {place}" if place else "")
-    words = [clean(str(word)) for word in watched.hello.get("command", [])]
-    words = [
-        word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)
-    ]  # the interpreter's, the script's
-    command = shlex.join(words) if words else ""
     room = max(0, width - len(left) - len(right) - 4)
+    bad = watched.gone or state in ("failed", "lost") or "silent" in right
     return [
         (left + "  ", "bold"),
-        (fit(command, room, glyphs).ljust(room), ""),
-        ("  " + right, "bold red" if state in ("failed", "lost") or "silent" in right else "bold green"),
+        (fit(watched.program, room, glyphs).ljust(room), ""),
+        ("  " + right, "bold red" if bad else "bold green"),
     ]
 
 
@@ -119,7 +117,7 @@ def budget_line(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     limit = "none" if budget >= UNLIMITED else watched.size(budget)
     text = (
         f"budget {limit}  now {watched.size(now)}{share}  peak {watched.size(int(stats.get('resident_bytes.peak', 0)))}"
-        f"  floor {watched.size(int(stats.get('floor_bytes', 0)))}"
+        f"  floor {watched.size(watched.floor_bytes)}"
         f"  need {watched.size(int(stats.get('unmanaged_peak_bytes', 0)))}"
     )
     return [(fit(_tight(text, width), width, glyphs), "")]
@@ -167,7 +165,7 @@ def age(watched: RunState, line: dict[str, Any]) -> str:
     """How old a part of the picture is, where that is worth saying; else nothing."""
     if not line or watched.end is not None:
         return ""
-    old = watched.now - float(line.get("seconds", 0.0))
+    old = watched.now - float(line.get("seconds", 0.0)) + watched.silent_seconds
     return f"{show_seconds(old)} old" if old > OLD_SECONDS else ""
 
 
@@ -179,13 +177,14 @@ NOW = " now"
 
 def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
     """The last samples, two and more a column: bytes resident always and at times, above them the absent bytes, and the
-    budget.
+    budget. Below are the axis and the meaning of the characters.
     """
     room = max(1, width - 10)
     if watched.error and not watched.points:
         said = textwrap.wrap(clean(watched.error), width)[:rows]
-        return [[(line, STYLES["evicted"])] for line in said] + [[(" ", "")]] * (rows - len(said))
-    points = list(watched.points)[-room - 1 :]
+        said += [" "] * (rows - len(said))
+        return [*([(line, STYLES["evicted"])] for line in said), legend(MEMORY, glyphs, watched.tier)]
+    points = list(watched.points)[0 if watched.end is not None else -room - 1 :]
     shown = columns(watched, points, room)
     budget = watched.budget_bytes
     top = max([column.most[UNMANAGED] for column in shown] + [budget if budget < UNLIMITED else 0, 1])
@@ -207,23 +206,24 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
         if empty:
             line.append((glyphs.budget * empty, STYLES["budget"]) if row == limit_row else (" " * empty, ""))
         lines.append(_merged(line))
-    return [*lines, _axis(points, shown, room, glyphs)]
-
-
-def _axis(points: Sequence[Point], shown: Sequence[Column], room: int, glyphs: Glyphs) -> Line:
-    """The ends of passes, and the time of the first sample before the last, which is now."""
     every, ends = ends_of_passes(points, max(1, len(shown) // 3))
+    marks = "" if not every else f"{glyphs.ended} a pass" if every == 1 else f"{glyphs.ended} {every:,} passes"
+    meaning = [*legend(MEMORY, glyphs, watched.tier), (marks, SOFT)]
+    return [*lines, _axis(ends, shown, room, glyphs), meaning]
+
+
+def _axis(ends: Iterable[tuple[float, int]], shown: Sequence[Column], room: int, glyphs: Glyphs) -> Line:
+    """The ends of passes, and the time of the first sample before the last, which is now."""
     begins = [column.begin for column in shown]
     axis = [" "] * room
     for seconds, _ in ends:
         axis[max(0, bisect_left(begins, seconds) - 1)] = glyphs.ended
-    label = "" if not every else f"{glyphs.ended} a pass" if every == 1 else f"{glyphs.ended}{every:,} passes"
     if len(shown) > 1:
         ago, last = f"{show_seconds(shown[-1].end - shown[0].begin)} ago ", min(len(shown), room - len(NOW))
         axis[max(0, last) : last + len(NOW)] = NOW[: room - max(0, last)]
         if len(ago) <= last:
             axis[: len(ago)] = ago
-    return [(f"{label:>9} {''.join(axis)}"[: 10 + room], SOFT)]
+    return [(" " * 10 + "".join(axis), SOFT)]
 
 
 def _cell(column: Column, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
@@ -261,11 +261,6 @@ def leaks(watched: RunState, width: int, glyphs: Glyphs) -> list[Line]:
         first, *rest = textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
         lines = [first, *([fit("  " + " ".join(map(str.strip, rest)), width, glyphs)] if rest else ())]
     return [[(line, STYLES["evicted"])] for line in lines]
-
-
-def tier(watched: RunState) -> str:
-    """The tier below the device: disk, host, or unknown."""
-    return clean(str(watched.hello.get("tier") or ""))
 
 
 # -- the address space ----------------------------------------------------------------------------------------------
@@ -372,13 +367,24 @@ def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
     return rows
 
 
+def seen(watched: RunState) -> str:
+    """The window of the modules' seconds: this reader's."""
+    return f"of the last {show_seconds(round(watched.now - float(watched.hello.get('seconds', 0.0))))}"
+
+
+def could_move(watched: RunState, seconds: float) -> str:
+    """The name of the bytes that the link could move in the time of a pass."""
+    link = {"disk": "the disk", "host": "the host link"}.get(watched.tier, "the link")
+    return f"{link} could move in {show_seconds(seconds)}"
+
+
 STATE_HEAD = ("model states", "bytes", "resident", "offloaded", "moved a pass")
 STATE_WIDTHS = (34, 10, 10, 10, 12)
 
 
 def state_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
-    """Model states: the bytes of each kind, by place, and the bytes moved per pass; the link's capacity in that time; the bytes
-    of each module's states.
+    """Model states: the bytes of each kind, by place, and the bytes moved per pass; the bytes that the link could
+    move in that time; the bytes of each module's states.
     """
     found = watched.flows()
     flows = {flow.kind.replace("_", " "): flow for flow in found.each} if found is not None else {}
@@ -390,8 +396,7 @@ def state_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
         sizes = (whole.get(name), *places)
         rows.append((clean(name), *("" if size is None else watched.size(size) for size in sizes)))
     if found is not None and found.states_moved_bytes:
-        link = f"the link in {show_seconds(found.pass_seconds)}, one way"
-        rows.append((link, "", "", "", watched.size(found.link_bytes)))
+        rows.append((could_move(watched, found.pass_seconds), "", "", "", watched.size(found.link_bytes)))
     rows += [
         (f"  {clean(name)}", watched.size(size), "", "", "")
         for name, size in watched.holders.get("modules", {}).items()
@@ -423,7 +428,6 @@ def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Lin
         title(watched, width, glyphs),
         budget_line(watched, width, glyphs),
         *chart(watched, width, 6, glyphs),
-        legend(MEMORY, glyphs, tier(watched)),
         activity(watched, width, glyphs),
         *leaks(watched, width, glyphs),
         *strip(watched, width, 2, glyphs),
@@ -432,5 +436,7 @@ def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Lin
     found = watched.flows()
     if found is not None and (found.states_moved_bytes or found.states_offloaded_bytes):
         lines += table(STATE_HEAD, STATE_WIDTHS, state_rows(watched)[: len(found.each) + 2], glyphs)
-    room = max(3, height - len(lines) - 1)
-    return [*lines, *table(*cell_columns(width), cell_rows(watched)[: room - 1], glyphs)]
+    last: list[Line] = [[(f"process {watched.pid} has gone: no end of its budget came (killed?)", "bold red")]]
+    last = last if watched.gone else []
+    room = max(3, height - len(lines) - 1 - len(last))
+    return [*lines, *table(*cell_columns(width), cell_rows(watched)[: room - 1], glyphs), *last]
