@@ -77,6 +77,18 @@ def test_a_process_that_goes_without_an_end_has_a_last_line(capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"pid": 4242, "type": "gone", "seconds": 29.5}
 
 
+def test_a_log_has_its_last_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])
+    assert cli.main(["top", str(log), "--ascii"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("4242  python train.py") and "ended" in shown.out.splitlines()[0]
+    assert shown.err == f"memmgr top: the whole run:  memmgr report {log}\n"
+    killed = lines.written(tmp_path / "killed.jsonl", lines.lines())
+    assert cli.main(["top", str(killed)]) == 0
+    assert "it has no end" in capsys.readouterr().err
+    assert "is a log" in _fails_with(capsys, str(log), "--json")
+
+
 def _fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert cli.main(["top", *words]) == 2
     shown = capsys.readouterr()

@@ -2,6 +2,7 @@
 
     memmgr top              all processes of this user that have an open budget
     memmgr top 12345        one of them
+    memmgr top run.jsonl    the last screen of a run, from its log
     memmgr top --job        the ranks of a distributed job on this machine
     memmgr top --once       one screen as text, for a log or a pipe
     memmgr top --json       the stream itself, a JSON object a line
@@ -21,6 +22,7 @@ import argparse
 import ctypes
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -39,6 +41,7 @@ from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import ANSWER_SECONDS, Attached, wait
 from memmgr.tools.view.job import as_text, jobs
+from memmgr.tools.view.run_state import read_log
 
 WANTS = ("cells", "map", "holders")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -50,7 +53,7 @@ DETAIL_SECONDS = 3.0  # --once waits so long for cells and map: the process make
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("pid", nargs="?", type=_pid, metavar="PID", help="default: all that there are")
+    parser.add_argument("pid", nargs="?", type=_pid, metavar="PID", help="or a log; default: all that there are")
     parser.add_argument("--once", action="store_true", help="print one screen and end")
     parser.add_argument("--job", action="store_true", help="the ranks of a job side by side, as text")
     parser.add_argument("--json", action="store_true", help="lines of JSON instead of a screen")
@@ -69,9 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _pid(word: str) -> int:
+def _pid(word: str) -> int | Path:
+    if not word.isdecimal() and Path(word).is_file():
+        return Path(word)
     if not word.isascii() or not word.isdecimal() or not 0 < int(word) < 2**31:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a process number")
+        raise argparse.ArgumentTypeError(f"{word!r} is no process number and no log")
     return int(word)
 
 
@@ -96,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     beside = args.serve is not None or args.picture is not None or args.json or args.ascii or args.pid is not None
     if args.job and beside:
         raise UsageError("--job is a table of all ranks here: it goes with --once and --interval only")
+    if isinstance(args.pid, Path):
+        return _finished(args)
     if args.json and args.ascii:
         raise UsageError("--json is no screen: it goes without --ascii")
     if args.picture is not None:
@@ -125,6 +132,18 @@ def run(args: argparse.Namespace) -> int:
                 _repeat_with_hint(attached, args)
     except KeyboardInterrupt:
         pass
+    return 0
+
+
+def _finished(args: argparse.Namespace) -> int:
+    """The last screen of a log, and the command that shows all of it."""
+    if args.json or args.picture is not None or args.serve is not None:
+        raise UsageError(f"{args.pid} is a log: it has a last screen, and goes with --once and --ascii only")
+    sessions, missing = read_log(args.pid)
+    columns, rows = shutil.get_terminal_size((80, 24))
+    _say(text.plain(text.once(sessions[-1], max(40, columns), rows, _glyphs(args))))
+    more = f"{missing}; " * bool(missing)
+    print(f"memmgr top: {more}the whole run:  memmgr report {shlex.quote(str(args.pid))}", file=sys.stderr)
     return 0
 
 
