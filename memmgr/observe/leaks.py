@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 PASSES = 5
 """The growths in a row, without a fall, after which it is called a leak."""
+TOLD_OF_LIMIT = 0.1
+"""A leak that holds this share of the budget is told while the run goes on."""
+TOLD_OF_NEED, TOLD_PASSES = 0.05, 8
+"""So is one that holds this share of all that the run needs, after so many passes: by then a short cache is full."""
 MARKED = 2
 """The passes of birth from which on the op's tensors are recorded with their source lines."""
 
@@ -50,6 +54,21 @@ class Leak:
     ops: tuple[str, ...]
     module: int = 0
     kept: str | None = None
+
+    @property
+    def passes(self) -> float:
+        """The passes for which it has gone on."""
+        return self.bytes / self.bytes_per_pass
+
+    def is_large(self, limit_bytes: int, need_bytes: int) -> bool:
+        """It is worth a line while the run goes on.
+
+        Args:
+            limit_bytes: the budget.
+            need_bytes: the most that the last pass would have held without memmgr.
+        """
+        lasts = self.passes >= TOLD_PASSES and self.bytes >= TOLD_OF_NEED * need_bytes
+        return lasts or self.bytes >= TOLD_OF_LIMIT * limit_bytes
 
     def text(self, *, binary: bool = False, module: str | None = None) -> str:
         """One sentence, without its full stop. It calls a pass a step, as users do."""
@@ -130,7 +149,7 @@ class Leaks:
         self._before = native.passes_ended()
         self._ended = self._before
         self._ops: dict[str, _Growth] = {}
-        self._kept: dict[tuple[SourceLine | None, tuple[str, ...]], str | None] = {}
+        self._kept: dict[SourceLine | str, str] = {}  # by the line, or by the op where no line is known
         self._lock = threading.Lock()  # the telemetry's thread reads
 
     def look(self) -> None:
@@ -151,9 +170,13 @@ class Leaks:
             growth.away, growth.places = row["absent_bytes"], row["places"]
 
     def keep(self, leaks: Sequence[Leak]) -> None:
-        """Notes the variables that keep these leaks, for later texts."""
+        """Notes the variables that keep these leaks, for later texts. A known variable stays where none is found now: a function
+        that has returned has no variables.
+        """
         with self._lock:
-            self._kept = {(leak.line, leak.ops): leak.kept for leak in leaks}
+            for leak in leaks:
+                key = leak.line or leak.ops[0]
+                self._kept[key] = leak.kept or self._kept.get(key, "")
 
     def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
@@ -186,7 +209,7 @@ class Leaks:
                     line=line,
                     ops=ops,
                     module=next((module for _, _, module in each if module), 0),
-                    kept=self._kept.get((line, ops)),
+                    kept=self._kept.get(line or ops[0]),
                 )
             )
         return sorted((leak for leak in leaks if leak.bytes_per_pass > 0), key=lambda leak: -leak.bytes_per_pass)

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 MOST_LEAKS = 3
 """The leaks of which the summary and the telemetry tell."""
-TOLD_LEAK = 0.1
-"""A leak that holds this share of the budget is told while the run goes on."""
 
 STAGING_BYTES = 256 << 20
 """Page-locked memory on the way to a file, where the accelerator's memory is the machine's."""
@@ -113,7 +111,8 @@ class PagerRuntime:
         )
         self._lines = TakenLines(self.native, always=config.lines)
         self._leaks = Leaks(self.native)
-        self._look_for_leaks = Rationed(0.002, self._leaks.look)
+        self._look_for_leaks = Rationed(0.002, self._look)
+        self._look_closer = Rationed(0.005, self._name_leaks)  # a search takes up to three seconds
         self._told_leak = config.quiet
         self._holder_tables = HolderTables(
             self.native, self.telemetry.modules.name, self._lines.lines, lambda: self.passes.line
@@ -295,8 +294,8 @@ class PagerRuntime:
         )
         self._purposes.ended_pass(self.passes.count)
         self._lines.ended_pass(self.passes.count, watched=self.telemetry.watched)
-        if self._look_for_leaks() and not self._told_leak:
-            self._tell_leak()
+        if self._look_for_leaks():
+            self._found_leaks(ended.unmanaged_peak)
         if self._final is None:  # another thread's, while the budget closes
             self._periods.ended(self.passes.count, ended.completed)
             if self._sizing is not None and self._sizing.ended(ended):
@@ -343,7 +342,7 @@ class PagerRuntime:
             if self._file is not None:
                 then.callback(self._file.close)
             try:
-                if self._open:
+                if self._open and self._nameless():
                     self._name_keepers()
                 if self._open and not failed:
                     self._purposes.look_for_new()
@@ -396,13 +395,13 @@ class PagerRuntime:
 
     def explain(self, top: int) -> Explanation:
         """The holders of memory, and the leaks (`memmgr.explain`)."""
-        self._leaks.look()
+        self._look()
         return self._holders(top)
 
     def _holders(self, top: int) -> Explanation:
         now = self.native.stats()
         return self._holder_tables.explain(
-            self._leaks.found(self._lines.lines),
+            self._found(),
             small_bytes=max(0, now["resident_bytes.current"] - now["resident_cell_bytes"]),
             top=top,
             binary=self.config.binary,
@@ -410,26 +409,49 @@ class PagerRuntime:
 
     def leaks(self) -> list[dict[str, Any]]:
         """The leaks that go on, the largest first, each as a row of figures."""
-        return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._leaks.found(self._lines.lines)]
+        return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._found()]
 
     def leak_texts(self) -> list[str]:
         """A sentence about each of the largest leaks."""
-        return [self._leak_text(leak) for leak in self._leaks.found(self._lines.lines)[:MOST_LEAKS]]
+        return [self._leak_text(leak) for leak in self._found()[:MOST_LEAKS]]
 
     def _leak_text(self, leak: Leak) -> str:
         return leak.text(binary=self.config.binary, module=self.telemetry.modules.name(leak.module))
 
-    def _tell_leak(self) -> None:
-        """Prints the largest leak once it holds a tenth of the budget: under a budget a leak does not fail, it gets slower."""
-        for leak in self._leaks.found(self._lines.lines)[:1]:
-            if leak.bytes >= TOLD_LEAK * self.plans.limit_bytes:
+    def _look(self) -> None:
+        """Looks for leaks. States that an optimizer has made since the last look are none: LBFGS keeps a history."""
+        self._leaks.look()
+        if self._found():
+            self._purposes.know(self._purposes.owners())
+            self._leaks.look()
+
+    def _found(self) -> list[Leak]:
+        return self._leaks.found(self._lines.lines)
+
+    def _found_leaks(self, need_bytes: int) -> None:
+        """Names the leaks while the functions run whose variables keep them. Prints the largest once it is large: under a budget
+        a leak does not fail, it gets slower.
+        """
+        if self._nameless():
+            self._look_closer()
+        for leak in () if self._told_leak else self._found()[:1]:
+            if leak.is_large(self.plans.limit_bytes, need_bytes):
                 self._told_leak = True
-                self._name_keepers()
                 say(*self.leak_texts()[:1])
+
+    def _nameless(self) -> bool:
+        """One of the leaks that are told has no variable."""
+        return any(not leak.kept for leak in self._found()[:MOST_LEAKS])
+
+    def _name_leaks(self) -> None:
+        """Names leaks, after a look for optimizers that are new."""
+        self._purposes.look()
+        self._leaks.look()
+        self._name_keepers()
 
     def _name_keepers(self) -> None:
         """Looks for the variables that keep the tensors of the leaks, where there are some."""
-        self._leaks.keep(self._holder_tables.with_keepers(self._leaks.found(self._lines.lines)))
+        self._leaks.keep(self._holder_tables.with_keepers(self._found()))
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""
