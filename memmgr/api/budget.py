@@ -396,6 +396,16 @@ class budget:
             return {}
         return self._runtime.stats()
 
+    @property
+    def leaks(self) -> list[dict[str, Any]]:
+        """The leaks that go on, or went on at the end, the largest first. `assert not mm.leaks` fails a test on a leak: after ten
+        steps or more, while its tensors live.
+
+        Each is a dict: `file` and `line`, which made most of its tensors; `bytes_per_step`; `since_step`, from 1; `bytes`, of
+        them `absent_bytes`; `ops`; `module`; `kept`, the variable that keeps them, in words. None: not known.
+        """
+        return [] if self._runtime is None else self._runtime.leaks()
+
     def __repr__(self) -> str:
         return f"<{self._said()}>"
 

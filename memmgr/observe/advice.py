@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, round_up, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, show_floor, show_seconds, show_size
 
 from .states import flows
 
@@ -192,9 +192,8 @@ def _fitted(stats: dict[str, Any]) -> bool:
 
 
 def _floor(stats: dict[str, Any], *, binary: bool = False) -> str:
-    size = functools.partial(show_size, binary=binary)
-    floor = round_up(int(stats["floor_bytes"]), binary=binary)
-    return f"the floor (no smaller budget can work) is about {size(floor)}"
+    floor = show_floor(int(stats["floor_bytes"]), binary=binary)
+    return f"the floor (no smaller budget can work) is about {floor}"
 
 
 def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:

@@ -13,6 +13,7 @@ import torch
 
 from memmgr.readers.patches import Leave, Patches
 
+from .rehearsal import is_rehearsal
 from .source_lines import SourceLine, of_caller
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class Passes:
     def _backward(self, original: Any) -> Any:
         def enter(*_args: Any, **_kwargs: Any) -> Leave | None:
             here = self._here.__dict__
-            if here.get("depth", 0) or torch._C._current_graph_task_id() != -1:
-                return None  # inside another one
+            if here.get("depth", 0) or torch._C._current_graph_task_id() != -1 or is_rehearsal():
+                return None  # inside another one, or none of the program's
             here["depth"] = 1
             self.line = of_caller()
             with self._lock:

@@ -289,6 +289,7 @@ class PagerRuntime:
         pager.set_limit(limit)
 
     def _ended_pass(self, ended: Pass) -> None:
+        self._explain.refused = self._explain.refused and not ended.completed
         self.telemetry.ended_pass(
             ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
         )
@@ -321,6 +322,8 @@ class PagerRuntime:
         if self._final is not None:
             return
         crashed = failed and not self.ended_well
+        if crashed and self._explain.refused:  # a framework's callback is not told which exception ends the training
+            self.ended_by = self.ended_by or "BudgetError"
         # The callback added last runs first. If one is interrupted the others still run.
         with contextlib.ExitStack() as then:
             if self._stock is not None:  # the next budget of the process counts it again
@@ -342,8 +345,8 @@ class PagerRuntime:
             if self._file is not None:
                 then.callback(self._file.close)
             try:
-                if self._open and self._nameless():
-                    self._name_keepers()
+                if self._open:
+                    self._look_at_the_end()
                 if self._open and not failed:
                     self._purposes.look_for_new()
             finally:
@@ -353,15 +356,17 @@ class PagerRuntime:
             if self._sizing is not None:
                 self._sizing.close(self._final)
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
-            log = self.telemetry.log_path
+            log, leaks = self.telemetry.log_path, self.leak_texts()
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
             if slowness.is_slow(self._final):
                 why = "; ".join(left) or self._no_plan
                 left = slowness.lines(
-                    self._final, binary=self.config.binary, reason=why, leaks=self.leak_texts(), ended_by=self.ended_by
+                    self._final, binary=self.config.binary, reason=why, leaks=leaks, ended_by=self.ended_by
                 )
+            elif leaks:
+                left = [*left, slowness.HELPS + slowness.LEAKED]
             graphs = self._graphs.lines(binary=self.config.binary)
-            more = [*self.leak_texts(), *left, *graphs]
+            more = [*leaks, *left, *graphs]
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)
         for text in (
             *self.telemetry.complaints(),
@@ -408,7 +413,9 @@ class PagerRuntime:
         )
 
     def leaks(self) -> list[dict[str, Any]]:
-        """The leaks that go on, the largest first, each as a row of figures."""
+        """The leaks that go on, or did at the end, the largest first, each as a row of figures."""
+        if self._final is None:
+            self._look()
         return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._found()]
 
     def leak_texts(self) -> list[str]:
@@ -438,6 +445,13 @@ class PagerRuntime:
             if leak.is_large(self.plans.limit_bytes, need_bytes):
                 self._told_leak = True
                 say(*self.leak_texts()[:1])
+
+    def _look_at_the_end(self) -> None:
+        """A function that has returned has freed its leaks: what was found before counts."""
+        if not self._found():
+            self._look()
+        if self._nameless():
+            self._name_keepers()
 
     def _nameless(self) -> bool:
         """One of the leaks that are told has no variable."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import memmgr
 from memmgr.config.sizes import UNLIMITED
+from memmgr.integrations._callback_budget import CallbackBudget
+from memmgr.observe.advice import advice
+from memmgr.observe.error_text import rank_error
 from memmgr.observe.slowness import best_change, is_slow, losses, unplanned, why_slow
-from memmgr.observe.summary import slowdown, summary
+from memmgr.observe.summary import main_figures, slowdown, summary
 
 from . import lines
 
@@ -98,3 +104,47 @@ def test_more_budget_is_advised_neither_beside_a_leak_nor_after_a_budget_error()
     leaking = why_slow(_stats(), leaks=["a leak: +3 MB a step"])
     assert "of budget" not in leaking and "loss.item()" in leaking
     assert "what would help most" not in why_slow(_stats(), ended_by="BudgetError")
+
+
+def _fail(run: Callable[[Callable[[], None]], None]) -> None:
+    """One pass fits, after much recomputing; the next has a batch that does not."""
+    model = torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.ReLU())))
+
+    def step() -> None:
+        for rows in (512, 8192):
+            model(torch.randn(rows, 256)).square().mean().backward()
+
+    with pytest.raises(memmgr.BudgetError) as caught:
+        run(step)
+    assert "should do" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["with", "decorator", "callback"])
+def test_after_a_budget_error_the_error_alone_advises(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text runs the module again, on tensors without bytes: that is no pass."""
+    budget = memmgr.budget("4MB", device="cpu")
+    callback = CallbackBudget("4MB", {"device": "cpu"})
+
+    def run(step: Callable[[], None]) -> None:
+        if how == "callback":
+            callback.open()
+            step()
+        elif how == "with":
+            with budget:
+                step()
+        else:
+            budget(step)()
+
+    _fail(run)
+    callback.close(failed=True)
+    said = capsys.readouterr().err
+    assert "memmgr: peak " in said and "; 1 pass " in said, said
+    assert "what would help most" not in said and "of budget" not in said, said
+
+
+def test_the_floor_is_the_same_size_everywhere() -> None:
+    stats = _stats(floor_bytes=19_310_001)
+    assert "about 19.4 MB" in advice(stats)[0]
+    assert dict(main_figures(stats))["smallest budget (floor)"] == "19.4 MB"
+    trouble = {"rank": 1, "error": "BudgetError", "text": "", "floor_bytes": 19_310_001, "enough_bytes": 20_000_000}
+    assert "floor is 19.4 MB" in str(rank_error(trouble | {"budget_bytes": 1_000_000}, 0))

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import memmgr
+from memmgr.integrations._callback_budget import CallbackBudget
 from memmgr.observe.leaks import TOLD_PASSES
+from memmgr.observe.source_lines import show
 from memmgr.runtime.session import PagerRuntime
 
 STEP = 256 * 64 * 4
@@ -120,3 +122,28 @@ def test_the_history_of_an_optimizer_is_no_leak(
             step(loss)
     assert len(made[0].state[model.weight]["old_dirs"]) > TOLD_PASSES
     assert "a leak" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("every_pass")
+def test_a_test_can_fail_on_a_leak() -> None:
+    with memmgr.budget(None, device="cpu", quiet=True) as mm:
+        assert mm.leaks == []
+        train(9, lambda kept, y: None, lambda: None)
+        assert mm.leaks == []
+        train(9, lambda kept, y: kept.append(y), lambda: None)
+    (leak,) = mm.leaks
+    assert leak["bytes_per_step"] == STEP and leak["kept"] == "in the list `kept` of train()"
+    assert leak["file"] == show(__file__)
+    assert memmgr.budget(None).leaks == []
+
+
+@pytest.mark.usefixtures("every_pass")
+def test_a_measuring_run_that_leaks_is_told_to_end_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget for what it needs so far would be too small a few steps later."""
+    callback = CallbackBudget(None, {"device": "cpu"})
+    callback.open()
+    train(9, lambda kept, y: kept.append(y), lambda: None)
+    callback.close()
+    said = capsys.readouterr().err
+    assert "what would help most: an end of the leak" in said
+    assert "with a budget of" not in said
