@@ -504,7 +504,7 @@ def stats() -> dict[str, Any]:
 
     Returns:
         A flat dict of numbers. `_bytes` and `_seconds` in a name are its unit; the others are counts, except for
-        `fragmentation`, a share. `memmgr.observe.figures.FIGURES` has a sentence for each key. `escapes.MODULE:LINE` counts
+        `fragmentation`, a share. `memmgr.observe.figures.FIGURES` has a sentence for each key. `escapes.FILE:LINE` counts
         the addresses that a line of the program has handed out for good.
     """
     runtime = last()

@@ -92,7 +92,8 @@ def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
         lines.append(
             f"+{added} of budget ({then}) would remove about 80 % of the recomputing and waiting (an estimate)"
         )
-    fixed, exported = int(stats["fixed_bytes.peak"]), handed_out(stats, binary=binary)
+    exported = handed_out(stats, binary=binary) if recompute + stall >= WORTH_SAYING else []
+    fixed = int(stats["fixed_bytes.peak"])
     lines += exported
     if fixed > 0.7 * budget and not exported:
         lines.append(

@@ -27,6 +27,7 @@ KINDS = {
     Purpose.GRADIENTS: "gradient",
     Purpose.OPTIMIZER_STATES: "optimizer state",
 }
+STATES = Purpose.OPTIMIZER_STATES
 BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
 BATCH = "batch"
 """Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw. A `BATCH` is data, or the result of
@@ -203,7 +204,9 @@ class HolderTables:
         )
 
     def with_keepers(self, leaks: Sequence[Leak]) -> Sequence[Leak]:
-        """The leaks with the variables that keep them: a fraction of a second, three at most."""
+        """The leaks with the variables that keep them. Leaves states of optimizers out: LBFGS keeps a history. Takes a fraction
+        of a second, three at most.
+        """
         return self._with_keepers(leaks, (), self._native.living(), self._lines(), 0)[0] if leaks else leaks
 
     def _with_keepers(
@@ -215,7 +218,9 @@ class HolderTables:
         top: int,
     ) -> tuple[Sequence[Leak], tuple[Holder, ...]]:
         """Both with the variables that keep them: of each leak the oldest tensors are looked for, of a holder some."""
-        of_leaks = [self._oldest(leak, rows, lines) for leak in leaks]
+        oldest = [(leak, self._oldest(leak, rows, lines)) for leak in leaks]
+        no_states = [(leak, first) for leak, first in oldest if not any(row["purpose"] == STATES for row in first)]
+        leaks, of_leaks = [leak for leak, _ in no_states], [[row["storage"] for row in first] for _, first in no_states]
         # Model states have names, and so has data that a variable of this thread holds.
         wanted = {
             i for i, h in enumerate(holders[:top]) if h.kind in (RESULT, BACKWARD) or (h.kind == DATA and not h.by_op)
@@ -228,8 +233,8 @@ class HolderTables:
         kept = {i: _together(keepers, each) for i, each in of_holders.items()}
         return told, tuple(replace(h, kept=kept.get(i, "")) for i, h in enumerate(holders))
 
-    def _oldest(self, leak: Leak, rows: Iterable[LivingCell], lines: Sequence[SourceLine | None]) -> list[int]:
-        """Storages of a leak's first tensors: the last ones may have other variables, which the next step frees."""
+    def _oldest(self, leak: Leak, rows: Iterable[LivingCell], lines: Sequence[SourceLine | None]) -> list[LivingCell]:
+        """A leak's first tensors: the last ones may have other variables, which the next step frees."""
         since = self._first + leak.since_pass - 1
         like = [
             row
@@ -239,7 +244,7 @@ class HolderTables:
             and row["storage"]
             and (not row["line"] or leak.line is None or lines[row["line"]] == leak.line)
         ]
-        return [row["storage"] for row in sorted(like, key=lambda row: row["birth"])[:SOUGHT]]
+        return sorted(like, key=lambda row: row["birth"])[:SOUGHT]
 
     def _holders(
         self,

@@ -56,6 +56,11 @@ class Leak:
     kept: str | None = None
 
     @property
+    def origin(self) -> SourceLine | str:
+        """The line, or the op where the line is not known."""
+        return self.line or self.ops[0]
+
+    @property
     def passes(self) -> float:
         """The passes for which it has gone on."""
         return self.bytes / self.bytes_per_pass
@@ -149,7 +154,8 @@ class Leaks:
         self._before = native.passes_ended()
         self._ended = self._before
         self._ops: dict[str, _Growth] = {}
-        self._kept: dict[SourceLine | str, str] = {}  # by the line, or by the op where no line is known
+        self._kept: dict[SourceLine | str, str] = {}
+        self._no_leaks: set[SourceLine | str] = set()
         self._lock = threading.Lock()  # the telemetry's thread reads
 
     def look(self) -> None:
@@ -169,14 +175,18 @@ class Leaks:
             growth.take(self._ended, row["births"], row["bytes"])
             growth.away, growth.places = row["absent_bytes"], row["places"]
 
-    def keep(self, leaks: Sequence[Leak]) -> None:
-        """Notes the variables that keep these leaks, for later texts. A known variable stays where none is found now: a function
-        that has returned has no variables.
+    def keep(self, found: Sequence[Leak], named: Sequence[Leak]) -> None:
+        """Notes the variables that keep leaks, for later texts. A known variable stays where none is found now: a function that
+        has returned has none.
+
+        Args:
+            found: the leaks that were looked at.
+            named: those that are leaks, with their variables. Tensors of the others' lines are never one.
         """
         with self._lock:
-            for leak in leaks:
-                key = leak.line or leak.ops[0]
-                self._kept[key] = leak.kept or self._kept.get(key, "")
+            self._no_leaks |= {leak.origin for leak in found} - {leak.origin for leak in named}
+            for leak in named:
+                self._kept[leak.origin] = leak.kept or self._kept.get(leak.origin, "")
 
     def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
@@ -212,4 +222,5 @@ class Leaks:
                     kept=self._kept.get(line or ops[0]),
                 )
             )
-        return sorted((leak for leak in leaks if leak.bytes_per_pass > 0), key=lambda leak: -leak.bytes_per_pass)
+        growing = [leak for leak in leaks if leak.bytes_per_pass > 0 and leak.origin not in self._no_leaks]
+        return sorted(growing, key=lambda leak: -leak.bytes_per_pass)

@@ -111,7 +111,7 @@ class PagerRuntime:
         )
         self._lines = TakenLines(self.native, always=config.lines)
         self._leaks = Leaks(self.native)
-        self._look_for_leaks = Rationed(0.002, self._look)
+        self._look_for_leaks = Rationed(0.002, self._leaks.look)
         self._look_closer = Rationed(0.005, self._name_leaks)  # a search takes up to three seconds
         self._told_leak = config.quiet
         self._holder_tables = HolderTables(
@@ -360,8 +360,14 @@ class PagerRuntime:
             left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
             if slowness.is_slow(self._final):
                 why = "; ".join(left) or self._no_plan
+                # Addresses that were handed out after the last pass, to save a model for example, have slowed nothing.
+                escaped = {"escaped_bytes": self.passes.escaped_bytes} if self.passes.count else {}
                 left = slowness.lines(
-                    self._final, binary=self.config.binary, reason=why, leaks=leaks, ended_by=self.ended_by
+                    {**self._final, **escaped},
+                    binary=self.config.binary,
+                    reason=why,
+                    leaks=leaks,
+                    ended_by=self.ended_by,
                 )
             elif leaks:
                 left = [*left, slowness.HELPS + slowness.LEAKED]
@@ -400,7 +406,9 @@ class PagerRuntime:
 
     def explain(self, top: int) -> Explanation:
         """The holders of memory, and the leaks (`memmgr.explain`)."""
-        self._look()
+        self._leaks.look()
+        if self._found():
+            self._purposes.look()
         return self._holders(top)
 
     def _holders(self, top: int) -> Explanation:
@@ -415,7 +423,9 @@ class PagerRuntime:
     def leaks(self) -> list[dict[str, Any]]:
         """The leaks that go on, or did at the end, the largest first, each as a row of figures."""
         if self._final is None:
-            self._look()
+            self._leaks.look()
+            if self._nameless():
+                self._name_leaks()
         return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._found()]
 
     def leak_texts(self) -> list[str]:
@@ -424,13 +434,6 @@ class PagerRuntime:
 
     def _leak_text(self, leak: Leak) -> str:
         return leak.text(binary=self.config.binary, module=self.telemetry.modules.name(leak.module))
-
-    def _look(self) -> None:
-        """Looks for leaks. States that an optimizer has made since the last look are none: LBFGS keeps a history."""
-        self._leaks.look()
-        if self._found():
-            self._purposes.know(self._purposes.owners())
-            self._leaks.look()
 
     def _found(self) -> list[Leak]:
         return self._leaks.found(self._lines.lines)
@@ -442,30 +445,26 @@ class PagerRuntime:
         if self._nameless():
             self._look_closer()
         for leak in () if self._told_leak else self._found()[:1]:
-            if leak.is_large(self.plans.limit_bytes, need_bytes):
+            if leak.kept is not None and leak.is_large(self.plans.limit_bytes, need_bytes):
                 self._told_leak = True
                 say(*self.leak_texts()[:1])
 
     def _look_at_the_end(self) -> None:
-        """A function that has returned has freed its leaks: what was found before counts."""
+        """Looks where no leak was found: a function that has returned may have freed its leaks."""
         if not self._found():
-            self._look()
+            self._leaks.look()
         if self._nameless():
-            self._name_keepers()
+            self._name_leaks()
 
     def _nameless(self) -> bool:
         """One of the leaks that are told has no variable."""
         return any(not leak.kept for leak in self._found()[:MOST_LEAKS])
 
     def _name_leaks(self) -> None:
-        """Names leaks, after a look for optimizers that are new."""
+        """Looks for the variables that keep the tensors of the leaks, and for optimizers: their states are no leak."""
         self._purposes.look()
-        self._leaks.look()
-        self._name_keepers()
-
-    def _name_keepers(self) -> None:
-        """Looks for the variables that keep the tensors of the leaks, where there are some."""
-        self._leaks.keep(self._holder_tables.with_keepers(self._found()))
+        found = self._found()
+        self._leaks.keep(found, self._holder_tables.with_keepers(found))
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""

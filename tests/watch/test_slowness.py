@@ -14,6 +14,7 @@ from memmgr.integrations._callback_budget import CallbackBudget
 from memmgr.observe.advice import advice
 from memmgr.observe.error_text import rank_error
 from memmgr.observe.slowness import best_change, is_slow, losses, unplanned, why_slow
+from memmgr.observe.source_lines import show
 from memmgr.observe.summary import main_figures, slowdown, summary
 
 from . import lines
@@ -41,9 +42,9 @@ def test_the_slowdown_has_the_cost_of_ops_where_nothing_hides_it() -> None:
 
 
 def test_exported_addresses_are_named_with_their_line() -> None:
-    sites = {"escapes.train:9": 2, "escapes.train:16": 30}
+    sites = {"escapes.train.py:9": 2, "escapes.train.py:16": 30}
     said = why_slow(_stats(escaped_bytes=3_000_000, **sites), leaks=["one"])
-    assert "; tensors of 3 MB cannot be evicted" in said and "30 times at train:16. After a copy" in said
+    assert "; tensors of 3 MB cannot be evicted" in said and "30 times at train.py:16. After a copy" in said
     assert "cannot be evicted" not in why_slow(_stats(escaped_bytes=100_000, **sites))
 
 
@@ -148,3 +149,25 @@ def test_the_floor_is_the_same_size_everywhere() -> None:
     assert dict(main_figures(stats))["smallest budget (floor)"] == "19.4 MB"
     trouble = {"rank": 1, "error": "BudgetError", "text": "", "floor_bytes": 19_310_001, "enough_bytes": 20_000_000}
     assert "floor is 19.4 MB" in str(rank_error(trouble | {"budget_bytes": 1_000_000}, 0))
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_addresses_handed_out_after_training_are_not_blamed(after: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that is saved or hashed at the end has slowed nothing."""
+    model = torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.ReLU())))
+    with memmgr.budget("4MB", device="cpu"):
+        arrays = [] if after else [p.detach().numpy() for p in model.parameters()]
+        for _ in range(6):
+            model(torch.randn(512, 256)).square().mean().backward()
+        arrays += [p.detach().numpy() for p in model.parameters()]
+    said = capsys.readouterr().err
+    assert arrays and "where the time went" in said
+    place = f"times at {show(__file__)}:"
+    assert (place not in said) if after else (place in said), said
+
+
+def test_a_fast_run_says_nothing_of_addresses() -> None:
+    sites = {"escapes.train.py:9": 2, "escaped_bytes": 3_000_000, "fixed_bytes.peak": 0}
+    assert not [
+        line for line in advice(_stats(**sites, recompute_seconds=0.0, stall_seconds=0.0)) if "addresses" in line
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import memmgr
 from memmgr.integrations._callback_budget import CallbackBudget
+from memmgr.observe import keepers
 from memmgr.observe.leaks import TOLD_PASSES
 from memmgr.observe.source_lines import show
 from memmgr.runtime.session import PagerRuntime
@@ -26,7 +28,7 @@ def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(steps: int, keep: Callable[[list[torch.Tensor], torch.Tensor], None], after: Callable[[], None]) -> None:
-    """Keeps results in a local variable, which no one has once it has returned."""
+    """Keeps results in a local variable, which is freed when it returns."""
     model, optimizer = _model()
     kept: list[torch.Tensor] = []
     for _ in range(steps):
@@ -45,7 +47,7 @@ def every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def made(runtime: PagerRuntime, config: object) -> None:
         init(runtime, config)  # type: ignore[arg-type]
-        runtime._look_for_leaks = lambda: (runtime._look(), True)[1]  # type: ignore[assignment]
+        runtime._look_for_leaks = lambda: (runtime._leaks.look(), True)[1]  # type: ignore[assignment]
 
     monkeypatch.setattr(PagerRuntime, "__init__", made)
 
@@ -139,7 +141,7 @@ def test_a_test_can_fail_on_a_leak() -> None:
 
 @pytest.mark.usefixtures("every_pass")
 def test_a_measuring_run_that_leaks_is_told_to_end_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """A budget for what it needs so far would be too small a few steps later."""
+    """A budget of its need so far would be too small a few steps later."""
     callback = CallbackBudget(None, {"device": "cpu"})
     callback.open()
     train(9, lambda kept, y: kept.append(y), lambda: None)
@@ -147,3 +149,10 @@ def test_a_measuring_run_that_leaks_is_told_to_end_it(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert "what would help most: an end of the leak" in said
     assert "with a budget of" not in said
+
+
+def test_a_script_that_has_ended_still_has_its_file() -> None:
+    """Python takes `__file__` from `__main__` before the functions of `atexit` run."""
+    loader = SourceFileLoader("__main__", __file__)
+    assert keepers._place({"__name__": "__main__", "__loader__": loader}) == show(__file__)
+    assert keepers._place({"__name__": "__main__"}) == "__main__"
