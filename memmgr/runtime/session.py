@@ -356,29 +356,26 @@ class PagerRuntime:
             if self._sizing is not None:
                 self._sizing.close(self._final)
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
-            log, leaks = self.telemetry.log_path, self.leak_texts()
-            left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
-            if slowness.is_slow(self._final):
-                why = "; ".join(left) or self._no_plan
-                # Addresses that were handed out after the last pass, to save a model for example, have slowed nothing.
-                escaped = {"escaped_bytes": self.passes.escaped_bytes} if self.passes.count else {}
-                left = slowness.lines(
-                    {**self._final, **escaped},
-                    binary=self.config.binary,
-                    reason=why,
-                    leaks=leaks,
-                    ended_by=self.ended_by,
-                )
-            elif leaks:
-                left = [*left, slowness.HELPS + slowness.LEAKED]
-            graphs = self._graphs.lines(binary=self.config.binary)
-            more = [*leaks, *left, *graphs]
-            report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)
+            log, binary = self.telemetry.log_path, self.config.binary
+            report_end(self._final, self.job.all_figures, log=log, binary=binary, more=self._more_lines(self._final))
         for text in (
             *self.telemetry.complaints(),
             *self._ranker.complaints(),
         ):  # last: a warning may be an exception here, and everything is closed
             warn(text, RuntimeWarning)
+
+    def _more_lines(self, final: dict[str, Any]) -> list[str]:
+        """The lines of the summary about leaks, lost time, plans that passes left, and graphs."""
+        binary, leaks = self.config.binary, self.leak_texts()
+        left = self.plans.left.lines(final["left_passes"], final["passes"])
+        if slowness.is_slow(final):
+            why = "; ".join(left) or self._no_plan
+            # Addresses that were handed out after the last pass, to save a model for example, have slowed nothing.
+            seen = {**final, "escaped_bytes": self.passes.escaped_bytes} if self.passes.count else final
+            left = slowness.lines(seen, binary=binary, reason=why, leaks=leaks, ended_by=self.ended_by)
+        elif leaks:
+            left = [*left, slowness.HELPS + slowness.LEAKED]
+        return [*leaks, *left, *self._graphs.lines(binary=binary)]
 
     def process_ends(self) -> None:
         """At the end of the process: looks for the exception that has ended the program."""
