@@ -79,7 +79,9 @@ class Leak:
         """One sentence, without its full stop. It calls a pass a step, as users do."""
         size = functools.partial(show_size, binary=binary)
         where = f"made at {self.line}" if self.line else "made at a line that is not known"
-        made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")
+        made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops)
+        if module:  # a place that is none is in parentheses
+            made += f", {module[1:-1]}" if module.startswith("(") else f" in {module}"
         away = f", {size(self.absent_bytes)} of them evicted or offloaded" if self.absent_bytes else ""
         kept = "" if self.kept is None else f", kept {self.kept or 'by a variable that is not known'}"
         return (

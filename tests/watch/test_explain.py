@@ -443,6 +443,8 @@ def test_a_leak_ends_where_it_is_freed_and_where_it_stops() -> None:
     (leak,) = leaks.found(lambda: [None])
     assert (leak.bytes_per_pass, leak.bytes, leak.line) == (100, 100 * PASSES, None)
     assert "made at a line that is not known (mm)" in leak.text()
+    assert "(mm in head)" in leak.text(module="head")
+    assert "(mm, outside of modules)" in leak.text(module="(outside of modules)")
     for _ in range(3):  # nothing is added any more
         pager.passes += 1
         leaks.look()
