@@ -90,12 +90,23 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
+_DISK = 'a folder, (folder, size) as in ("/tmp", "50GB"), True (the usual folder) or False (no disk)'
+
+
+def _path(path: object, what: str, accepted: str) -> str:
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"{what}: expected {accepted}; got {path!r}")
+    return os.fsdecode(path)
+
+
 def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple[str | None, int]:
+    if isinstance(disk, tuple) and len(disk) != 2:
+        raise ValueError(f"disk: {disk!r} has {len(disk)} items; expected {_DISK}")
     folder, size = disk if isinstance(disk, tuple) else (disk, None)
     if is_off(folder):
         return None, 0
     usual = folder is None or folder is True
-    folder = default_folder() if usual else os.fspath(folder)
+    folder = default_folder() if usual else _path(folder, "disk", _DISK)
     check_folder(folder, "MEMMGR_DISK" if usual and "MEMMGR_DISK" in os.environ else "disk")
     free = psutil.disk_usage(folder).total
     size = 0 if size is None else parse_limit(size, whole=free, what="disk")
@@ -103,18 +114,22 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
 
 
 def _file(path: str | os.PathLike[str], what: str) -> str:
-    name = os.fspath(path)
+    name = _path(path, what, "the name of a file")
     check_file(name, what)
     return name
 
 
 def _pass(number: int) -> int:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"trace_pass: expected the number of a pass, from 1; got {number!r}")
     if number < 1:
         raise ValueError(f"trace_pass: {number!r} is not the number of a pass; the first is 1")
     return number
 
 
 def _silent(seconds: float) -> float:
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise TypeError(f"silent_seconds: expected a number of seconds; got {seconds!r}")
     if not (seconds == 0 or 1 <= seconds < float("inf")):
         raise ValueError(f"silent_seconds: {seconds!r} is neither 0 (never) nor a number of seconds from 1 up")
     return float(seconds)
@@ -231,6 +246,8 @@ class budget:
         _placement: str | None = None,
         _plan: bool = True,
     ) -> None:
+        if not isinstance(device, torch.device | str | None):
+            raise TypeError(f'device: expected "cpu", "cuda", "cuda:1" or a torch.device; got {device!r}')
         self._device = devices.resolve(device, allocator)
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
@@ -396,6 +413,16 @@ class budget:
             return {}
         return self._runtime.stats()
 
+    @property
+    def leaks(self) -> list[dict[str, Any]]:
+        """The leaks that go on, or went on at the end, the largest first. `assert not mm.leaks` fails a test on a leak: after ten
+        steps or more, while its tensors live.
+
+        Each is a dict: `file` and `line`, which made most of its tensors; `bytes_per_step`; `since_step`, from 1; `bytes`, of
+        them `absent_bytes`; `ops`; `module`; `kept`, the variable that keeps them, in words. None: not known.
+        """
+        return [] if self._runtime is None else self._runtime.leaks()
+
     def __repr__(self) -> str:
         return f"<{self._said()}>"
 
@@ -480,6 +507,8 @@ def explain(top: int = 10) -> Explanation:
     modules the name has a star (`GPT.blocks.*`). References that C++ code holds are not seen. The search for variables ends after
     three seconds.
     """
+    if not isinstance(top, int) or top < 0:
+        raise TypeError(f"top: expected a number of rows, from 0; got {top!r}")
     if _current is None:
         ended = "the last one is closed, and its tensors are not followed any longer (`memmgr.stats()` has its figures)"
         raise RuntimeError(
@@ -494,7 +523,7 @@ def stats() -> dict[str, Any]:
 
     Returns:
         A flat dict of numbers. `_bytes` and `_seconds` in a name are its unit; the others are counts, except for
-        `fragmentation`, a share. `memmgr.observe.figures.FIGURES` has a sentence for each key. `escapes.MODULE:LINE` counts
+        `fragmentation`, a share. `memmgr.observe.figures.FIGURES` has a sentence for each key. `escapes.FILE:LINE` counts
         the addresses that a line of the program has handed out for good.
     """
     runtime = last()

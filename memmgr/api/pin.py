@@ -6,8 +6,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from . import budget as budgets
+
+
+def _tensors(thing: Any) -> list[torch.Tensor]:
+    if isinstance(thing, torch.nn.Module):
+        return [*thing.parameters(), *thing.buffers()]
+    if not isinstance(thing, torch.Tensor):
+        raise TypeError(
+            f"memmgr.pin takes tensors, modules, and lists, tuples and dicts of these; not {type(thing).__name__!r}"
+        )
+    return [thing]
 
 
 class pin:
@@ -22,16 +33,19 @@ class pin:
     in another. Absent bytes are restored first. Pinned bytes count against the budget, and towards its floor.
 
     Args:
-        tensors: on the budget's device. Their storages live as long as the pin.
+        things: tensors on the budget's device, modules (their parameters and buffers), and lists, tuples and dicts of these. The
+            storages live as long as the pin.
 
     Raises:
         BudgetError: they do not fit.
+        TypeError: something else.
 
     Known limitations: outside of a budget it does nothing, and it does not reach into a budget that opens later.
     Tensors below 64 KiB are evicted only where very many of them fill the budget.
     """
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *things: Any) -> None:
+        tensors = [tensor for thing in tree_leaves(things) for tensor in _tensors(thing)]
         runtime = budgets.current()
         self._held: Any = runtime.native.pin(tensors, written=True, held=True) if runtime is not None else None
 

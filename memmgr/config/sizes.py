@@ -262,6 +262,11 @@ def round_up(size: int, *, binary: bool = False) -> int:
     return math.ceil(math.ceil(size / step) * step)
 
 
+def show_floor(size: int, *, binary: bool = False) -> str:
+    """A floor, or another least size, as it is shown everywhere: never less than it is."""
+    return show_size(round_up(size, binary=binary), binary=binary)
+
+
 def show_seconds(seconds: float) -> str:
     """`850 us`, `12.3 ms`, `4.2 s`, `3 min 20 s`, `2 h 5 min`."""
     if seconds <= 0:

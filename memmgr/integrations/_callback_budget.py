@@ -77,7 +77,7 @@ class CallbackBudget:
             sizes = ", ".join(map(str, self._tried))
             say(f"batch sizes tried: {sizes}; " + ("the last one failed" if failed else "the last one fitted"))
         if ours and not failed:
-            say(*more_advice(self._own.stats(), binary=self._own._config.binary))
+            say(*more_advice(self._own.stats(), binary=self._own._config.binary, leaks=self._own.leaks))
 
     def _end(self, failed: bool, report: bool) -> None:
         self._open = False

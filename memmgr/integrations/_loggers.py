@@ -51,7 +51,7 @@ def log_stats(writer: Scalars | Metrics | Log, step: int, prefix: str = "memmgr/
         TypeError: it has none of these methods. `wandb.run` is None before `wandb.init`.
 
     No figure is written before the first budget, and no `budget_bytes` without a limit. Places in the program
-    (`escapes.MODULE:LINE`) are not written.
+    (`escapes.FILE:LINE`) are not written.
     """
     ways = [name for name in ("add_scalar", "log_metrics", "log") if callable(getattr(writer, name, None))]
     if not ways:

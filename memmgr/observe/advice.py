@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, round_up, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, show_floor, show_seconds, show_size
 
 from .states import flows
 
@@ -92,7 +92,8 @@ def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
         lines.append(
             f"+{added} of budget ({then}) would remove about 80 % of the recomputing and waiting (an estimate)"
         )
-    fixed, exported = int(stats["fixed_bytes.peak"]), handed_out(stats, binary=binary)
+    exported = handed_out(stats, binary=binary) if recompute + stall >= WORTH_SAYING else []
+    fixed = int(stats["fixed_bytes.peak"])
     lines += exported
     if fixed > 0.7 * budget and not exported:
         lines.append(
@@ -192,9 +193,8 @@ def _fitted(stats: dict[str, Any]) -> bool:
 
 
 def _floor(stats: dict[str, Any], *, binary: bool = False) -> str:
-    size = functools.partial(show_size, binary=binary)
-    floor = round_up(int(stats["floor_bytes"]), binary=binary)
-    return f"the floor (no smaller budget can work) is about {size(floor)}"
+    floor = show_floor(int(stats["floor_bytes"]), binary=binary)
+    return f"the floor (no smaller budget can work) is about {floor}"
 
 
 def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:

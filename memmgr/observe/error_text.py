@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memmgr.common.errors import BudgetError, RankError
-from memmgr.config.sizes import round_up, show_size
+from memmgr.config.sizes import round_up, show_floor, show_size
 
 STATE_KINDS = ("parameters", "buffers", "gradients", "optimizer states")
 # Without a tier: the bytes of a step besides the model's states, over those of the first few ops of its forward.
@@ -43,7 +43,8 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
     floor, enough = int(trouble.get("floor_bytes", 0)), int(trouble.get("enough_bytes", 0))
     limit = int(trouble.get("budget_bytes", 0))
     if kind and floor:
-        spent, least, named = (show_size(size, binary=binary) for size in (limit, floor, enough))
+        spent, named = (show_size(size, binary=binary) for size in (limit, enough))
+        least = show_floor(floor, binary=binary)
         what = (
             f"has ended with {kind}: its budget of {spent} is spent. Its floor is {least}, and a budget of {named} ({enough} "
             "bytes) should do there."
@@ -52,7 +53,7 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
         what = f"has ended with {kind}: {trouble['text']}" if trouble["text"] else f"has ended with {kind}."
     else:
         what = "is gone: " + _GONE[trouble.get("how", "")]
-        what += f" Its floor was {show_size(floor, binary=binary)}." if floor else ""
+        what += f" Its floor was {show_floor(floor, binary=binary)}." if floor else ""
     error = RankError(f"memmgr: rank {rank} {what}\nRank {here} would have waited for it.")
     error.rank, error.floor_bytes, error.enough_bytes, error.budget_bytes = rank, floor, enough, limit
     return error
@@ -285,7 +286,7 @@ class Spent:
         modules = ", ".join(f"{name} {self.size(part)}" for name, part in self.held.modules[:NAMED_MODULES])
         if modules:
             said += f" (largest modules: {modules})"
-        said = f"{said}. Floor so far: {self.size(round_up(self.floor_bytes, binary=self.binary))}."
+        said = f"{said}. Floor so far: {show_floor(self.floor_bytes, binary=self.binary)}."
         exports, more = self.exports, ""
         if not exports.grow:
             return said

@@ -77,6 +77,9 @@ class Explainer:
     Args:
         happened: told of each, while `detail` says that somebody looks (`Telemetry.happened`).
         compiled: the compiled model that the calling thread is in, by its name; empty: none.
+
+    Attributes:
+        refused: a request has found no room since the last whole pass.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Explainer:
         self._happened = happened
         self._detail = detail
         self._compiled = compiled
+        self.refused = False
         self._patches = Patches()
         # Pairs of the allocator's text and the error, of all threads.
         self._spent: deque[tuple[str, BudgetError]] = deque(maxlen=16)
@@ -113,6 +117,7 @@ class Explainer:
     def spent(self, text: str) -> BudgetError:
         """This thread found no room; `text` is the allocator's."""
         self._native.note_refused()
+        self.refused = True
         census = Census(self._native)
         held = self._held_bytes(census)
         op = FailedOp(**self._native.failed_op())

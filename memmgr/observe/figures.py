@@ -252,6 +252,6 @@ FIGURES: tuple[Figure, ...] = (
         "pager",
     ),
 )
-"""All of them but `escapes.MODULE:LINE`, which says how often a place in the program handed an address out."""
+"""All of them but `escapes.FILE:LINE`, which says how often a place in the program handed an address out."""
 
 FOLLOWED = tuple(figure.name for figure in FIGURES if figure.followed)

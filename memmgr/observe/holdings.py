@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ KINDS = {
     Purpose.GRADIENTS: "gradient",
     Purpose.OPTIMIZER_STATES: "optimizer state",
 }
+STATES = Purpose.OPTIMIZER_STATES
 BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
 BATCH = "batch"
 """Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw. A `BATCH` is data, or the result of
@@ -35,6 +37,8 @@ an op of `LOADS`, that needs no gradient and has a variable of the program, whil
 LOADS = ("", "aten::stack", "aten::cat", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::pin_memory")
 """Ops by which loaders and programs make a batch and move it to a device."""
 IN_BACKWARD, UNKNOWN_MODULE, NO_MODULE = "(backward)", "(not recorded)", "(loaded or older data)"
+MOST_COLUMNS = 120
+"""The width of a table where there is no terminal."""
 LEAST_WIDTH = 12
 """No column of a table is made narrower, so that a table fits the terminal."""
 OLDER = "made by no op"
@@ -87,8 +91,19 @@ class Holder:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """A table of holders with its title, their keepers, and the sums below: a heading and rows each."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    kept: Sequence[str]
+    sums: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]]
+
+
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """The holders of memory. `print` shows it as tables.
+    """The holders of memory. `print`, a prompt and a notebook show it as tables.
 
     Attributes:
         now: the holders now, the largest first.
@@ -115,28 +130,61 @@ class Explanation:
         return _sums(self.peak if peak else self.now, lambda holder: holder.where)
 
     def __str__(self) -> str:
-        size = functools.partial(show_size, binary=self.binary)
-        columns = shutil.get_terminal_size((0, 0)).columns  # 0: this is no terminal, and COLUMNS is not set
+        columns = shutil.get_terminal_size((MOST_COLUMNS, 0)).columns
         lines = [f"memmgr: {text}" for text in self.leak_texts]
+        for part in self._parts():
+            lines.append(part.title)
+            lines += _table(part.head, part.rows, columns)
+            lines += [f"  {text}" for text in part.kept]
+            for head, rows in part.sums:
+                lines += _table(head, rows, columns)
+        return "\n".join([*lines, self._small])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Representation for notebooks."""
+        texts = [f"memmgr: {text}" for text in self.leak_texts]
+        out = [f"<p>{escape(text)}</p>" for text in texts]
+        for part in self._parts():
+            out.append(_html(part.head, part.rows, part.title))
+            out += [f"<p>{escape(text)}</p>" for text in part.kept]
+            out += [_html(head, rows) for head, rows in part.sums]
+        return "".join([*out, f"<p>{escape(self._small)}</p>"])
+
+    @property
+    def _small(self) -> str:
+        return f"small tensors and workspaces: {show_size(self.small_bytes, binary=self.binary)}"
+
+    def _parts(self) -> Iterator[_Part]:
+        size = functools.partial(show_size, binary=self.binary)
         for title, holders, peak in (("now", self.now, False), ("at the peak of a pass", self.peak, True)):
             if not holders:
                 continue
             whole, absent = sum(h.bytes for h in holders), sum(h.absent_bytes for h in holders)
             beside = ", resident and absent" if peak else f", {size(absent)} of it absent" if absent else ""
-            lines += [f"{title}: {size(whole)} in large tensors{beside}"]
             rows = [
                 (size(h.bytes), f"{h.bytes / max(whole, 1):.0%}", f"{h.count}", h.kind, h.name, h.module, h.where)
                 for h in holders[: self.top]
             ]
-            lines += _table(("bytes", "", "tensors", "kind", "name", "module", "line"), rows, columns)
             told = ((h.name + (f" of {h.where}" if h.lines else ""), h.kept) for h in holders[: self.top] if h.kept)
-            lines += [f"  {tensors}: kept {kept}" for tensors, kept in told]
-            for name, sums in (("module", self.by_module(peak=peak)), ("line", self.by_line(peak=peak))):
-                most = list(sums.items())[: self.top]
-                parts = [(size(count), f"{count / max(whole, 1):.0%}", text) for text, count in most]
-                lines += _table(("bytes", "", f"by {name}"), parts, columns)
-        lines.append(f"small tensors and workspaces: {size(self.small_bytes)}")
-        return "\n".join(lines)
+            sums = [
+                (
+                    ("bytes", "", f"by {name}"),
+                    [
+                        (size(count), f"{count / max(whole, 1):.0%}", text)
+                        for text, count in list(of.items())[: self.top]
+                    ],
+                )
+                for name, of in (("module", self.by_module(peak=peak)), ("line", self.by_line(peak=peak)))
+            ]
+            yield _Part(
+                f"{title}: {size(whole)} in large tensors{beside}",
+                ("bytes", "", "tensors", "kind", "name", "module", "line"),
+                rows,
+                [f"{tensors}: kept {kept}" for tensors, kept in told],
+                sums,
+            )
 
 
 class HolderTables:
@@ -203,7 +251,9 @@ class HolderTables:
         )
 
     def with_keepers(self, leaks: Sequence[Leak]) -> Sequence[Leak]:
-        """The leaks with the variables that keep them: a fraction of a second, three at most."""
+        """The leaks with the variables that keep them. Leaves states of optimizers out: LBFGS keeps a history. Takes a fraction
+        of a second, three at most.
+        """
         return self._with_keepers(leaks, (), self._native.living(), self._lines(), 0)[0] if leaks else leaks
 
     def _with_keepers(
@@ -215,7 +265,9 @@ class HolderTables:
         top: int,
     ) -> tuple[Sequence[Leak], tuple[Holder, ...]]:
         """Both with the variables that keep them: of each leak the oldest tensors are looked for, of a holder some."""
-        of_leaks = [self._oldest(leak, rows, lines) for leak in leaks]
+        oldest = [(leak, self._oldest(leak, rows, lines)) for leak in leaks]
+        no_states = [(leak, first) for leak, first in oldest if not any(row["purpose"] == STATES for row in first)]
+        leaks, of_leaks = [leak for leak, _ in no_states], [[row["storage"] for row in first] for _, first in no_states]
         # Model states have names, and so has data that a variable of this thread holds.
         wanted = {
             i for i, h in enumerate(holders[:top]) if h.kind in (RESULT, BACKWARD) or (h.kind == DATA and not h.by_op)
@@ -228,8 +280,8 @@ class HolderTables:
         kept = {i: _together(keepers, each) for i, each in of_holders.items()}
         return told, tuple(replace(h, kept=kept.get(i, "")) for i, h in enumerate(holders))
 
-    def _oldest(self, leak: Leak, rows: Iterable[LivingCell], lines: Sequence[SourceLine | None]) -> list[int]:
-        """Storages of a leak's first tensors: the last ones may have other variables, which the next step frees."""
+    def _oldest(self, leak: Leak, rows: Iterable[LivingCell], lines: Sequence[SourceLine | None]) -> list[LivingCell]:
+        """A leak's first tensors: the last ones may have other variables, which the next step frees."""
         since = self._first + leak.since_pass - 1
         like = [
             row
@@ -239,7 +291,7 @@ class HolderTables:
             and row["storage"]
             and (not row["line"] or leak.line is None or lines[row["line"]] == leak.line)
         ]
-        return [row["storage"] for row in sorted(like, key=lambda row: row["birth"])[:SOUGHT]]
+        return sorted(like, key=lambda row: row["birth"])[:SOUGHT]
 
     def _holders(
         self,
@@ -335,6 +387,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> 
         "  " + "  ".join(_end(text, w).ljust(w) for text, w in zip(row, widths, strict=True)).rstrip()
         for row in (head, *rows)
     ]
+
+
+def _html(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
+    caption = f"<caption>{escape(title)}</caption>" if title else ""
+    lines = [
+        "".join(f"<{tag}>{escape(text)}</{tag}>" for text in row)
+        for tag, row in (("th", head), *(("td", row) for row in rows))
+    ]
+    return f"<table>{caption}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _end(text: str, width: int) -> str:

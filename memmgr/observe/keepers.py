@@ -213,8 +213,10 @@ def _globals() -> dict[int, _Root]:
 
 
 def _place(names: dict[str, Any]) -> str:
-    """Names a module by its dict: a look at its attributes might import others."""
-    file = names.get("__file__")
+    """Names a module by its dict: a look at its attributes might import others. Python takes the file from `__main__` where a
+    script has ended, and not its loader.
+    """
+    file = names.get("__file__") or _attribute(names.get("__loader__"), "path")
     return show(file) if type(file) is str else str(names.get("__name__", "a module"))
 
 

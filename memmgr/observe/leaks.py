@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 PASSES = 5
 """The growths in a row, without a fall, after which it is called a leak."""
+TOLD_OF_LIMIT = 0.1
+"""A leak that holds this share of the budget is told while the run goes on."""
+TOLD_OF_NEED, TOLD_PASSES = 0.05, 8
+"""So is one that holds this share of all that the run needs, after so many passes: by then a short cache is full."""
 MARKED = 2
 """The passes of birth from which on the op's tensors are recorded with their source lines."""
 
@@ -51,11 +55,33 @@ class Leak:
     module: int = 0
     kept: str | None = None
 
+    @property
+    def origin(self) -> SourceLine | str:
+        """The line, or the op where the line is not known."""
+        return self.line or self.ops[0]
+
+    @property
+    def passes(self) -> float:
+        """The passes for which it has gone on."""
+        return self.bytes / self.bytes_per_pass
+
+    def is_large(self, limit_bytes: int, need_bytes: int) -> bool:
+        """It is worth a line while the run goes on.
+
+        Args:
+            limit_bytes: the budget.
+            need_bytes: the most that the last pass would have held without memmgr.
+        """
+        lasts = self.passes >= TOLD_PASSES and self.bytes >= TOLD_OF_NEED * need_bytes
+        return lasts or self.bytes >= TOLD_OF_LIMIT * limit_bytes
+
     def text(self, *, binary: bool = False, module: str | None = None) -> str:
         """One sentence, without its full stop. It calls a pass a step, as users do."""
         size = functools.partial(show_size, binary=binary)
         where = f"made at {self.line}" if self.line else "made at a line that is not known"
-        made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops) + (f" in {module}" if module else "")
+        made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops)
+        if module:  # a place that is none is in parentheses
+            made += f", {module[1:-1]}" if module.startswith("(") else f" in {module}"
         away = f", {size(self.absent_bytes)} of them evicted or offloaded" if self.absent_bytes else ""
         kept = "" if self.kept is None else f", kept {self.kept or 'by a variable that is not known'}"
         return (
@@ -130,7 +156,8 @@ class Leaks:
         self._before = native.passes_ended()
         self._ended = self._before
         self._ops: dict[str, _Growth] = {}
-        self._kept: dict[tuple[SourceLine | None, tuple[str, ...]], str | None] = {}
+        self._kept: dict[SourceLine | str, str] = {}
+        self._no_leaks: set[SourceLine | str] = set()
         self._lock = threading.Lock()  # the telemetry's thread reads
 
     def look(self) -> None:
@@ -150,10 +177,18 @@ class Leaks:
             growth.take(self._ended, row["births"], row["bytes"])
             growth.away, growth.places = row["absent_bytes"], row["places"]
 
-    def keep(self, leaks: Sequence[Leak]) -> None:
-        """Notes the variables that keep these leaks, for later texts."""
+    def keep(self, found: Sequence[Leak], named: Sequence[Leak]) -> None:
+        """Notes the variables that keep leaks, for later texts. A known variable stays where none is found now: a function that
+        has returned has none.
+
+        Args:
+            found: the leaks that were looked at.
+            named: those that are leaks, with their variables. Tensors of the others' lines are never one.
+        """
         with self._lock:
-            self._kept = {(leak.line, leak.ops): leak.kept for leak in leaks}
+            self._no_leaks |= {leak.origin for leak in found} - {leak.origin for leak in named}
+            for leak in named:
+                self._kept[leak.origin] = leak.kept or self._kept.get(leak.origin, "")
 
     def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
@@ -186,7 +221,8 @@ class Leaks:
                     line=line,
                     ops=ops,
                     module=next((module for _, _, module in each if module), 0),
-                    kept=self._kept.get((line, ops)),
+                    kept=self._kept.get(line or ops[0]),
                 )
             )
-        return sorted((leak for leak in leaks if leak.bytes_per_pass > 0), key=lambda leak: -leak.bytes_per_pass)
+        growing = [leak for leak in leaks if leak.bytes_per_pass > 0 and leak.origin not in self._no_leaks]
+        return sorted(growing, key=lambda leak: -leak.bytes_per_pass)

@@ -13,6 +13,7 @@ import torch
 
 from memmgr.readers.patches import Leave, Patches
 
+from .rehearsal import is_rehearsal
 from .source_lines import SourceLine, of_caller
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Passes:
     `checkpoint_seconds` are those in which the program ran ops again inside backward by itself: where grad mode is
     switched on there, as activation checkpointing does. `forward_floor_bytes` and `backward_floor_bytes` are the
     floor where the last backward began, and where it ended; `steps_before`: how often an optimizer had stepped by then.
+    `escaped_bytes`: those whose addresses had been handed out for good where the last backward ended.
     `exports_grow`: tensors whose addresses others have were more where it ended than where the one before did.
     `in_several_threads`: more than one has begun a backward.
     """
@@ -63,7 +65,7 @@ class Passes:
         self.resident_peak = 0
         self.unmanaged_peak = 0
         self.forward_floor_bytes = self.backward_floor_bytes = self.steps_before = 0
-        self._exports = 0
+        self._exports = self.escaped_bytes = 0
         self.exports_grow = False
 
     @property
@@ -83,8 +85,8 @@ class Passes:
     def _backward(self, original: Any) -> Any:
         def enter(*_args: Any, **_kwargs: Any) -> Leave | None:
             here = self._here.__dict__
-            if here.get("depth", 0) or torch._C._current_graph_task_id() != -1:
-                return None  # inside another one
+            if here.get("depth", 0) or torch._C._current_graph_task_id() != -1 or is_rehearsal():
+                return None  # inside another one, or none of the program's
             here["depth"] = 1
             self.line = of_caller()
             with self._lock:
@@ -109,7 +111,7 @@ class Passes:
             self._under_way -= 1
             peaks = self._native.end_pass()
             now = self._native.stats()
-            self.backward_floor_bytes = now["floor_bytes"]
+            self.backward_floor_bytes, self.escaped_bytes = now["floor_bytes"], now["escaped_bytes"]
             self.exports_grow, self._exports = now["exported_cells"] > self._exports, now["exported_cells"]
             self.steps_before = self._steps()
             self.resident_peak = max(self.resident_peak, peaks["resident"])

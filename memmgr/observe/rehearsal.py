@@ -32,6 +32,7 @@ _APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), 
 _TAKES = {"convolution": 1.75, "rnn_layer": 5.0}
 _PATIENCE_SECONDS = 20.0  # a forward may wait for a lock that the thread with the error has
 _TRANSFORMS = ("torch._functorch.vmap", "torch._functorch.eager_transforms")
+_THREAD = "memmgr-rehearsal"
 _busy = threading.Lock()
 _MAKES = (torch.ops.aten.lift_fresh.default,)  # ops that torch.tensor() makes of numbers
 _too_long: weakref.WeakSet[type] = weakref.WeakSet()  # modules whose rehearsal has not ended in time
@@ -55,6 +56,11 @@ class Rehearsed:
     inputs_bytes: int
     made_bytes: int
     outputs_bytes: int
+
+
+def is_rehearsal() -> bool:
+    """Is this the thread of a rehearsal? Its backward is no pass of the program."""
+    return threading.current_thread().name == _THREAD
 
 
 def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None:
@@ -119,7 +125,7 @@ class Rehearsal:
 
         drawn = _numbers_of_others()
         try:
-            thread = threading.Thread(target=run, name="memmgr-rehearsal", daemon=True)
+            thread = threading.Thread(target=run, name=_THREAD, daemon=True)
             thread.start()
             thread.join(_PATIENCE_SECONDS)
             if thread.is_alive():

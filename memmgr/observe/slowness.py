@@ -137,6 +137,7 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
     return text, min(saved, 1.0)
 
 
+HELPS = "what would help most: "
 LEAKED = "an end of the leak: more budget only delays it. Keep numbers, as loss.item() makes them, and not the tensor"
 
 
@@ -164,9 +165,9 @@ def lines(
     parts = [WHERE + losses(stats).text, unplanned(stats, reason)]
     best = best_change(stats, binary=binary) if wants_budget(leaks, ended_by) else None
     if leaks:
-        parts.append(f"what would help most: {LEAKED}")
+        parts.append(HELPS + LEAKED)
     elif best is not None:
-        parts.append(f"what would help most: {best[0]}, about {best[1]:.0%} less time (an estimate)")
+        parts.append(f"{HELPS}{best[0]}, about {best[1]:.0%} less time (an estimate)")
     return [part for part in (*parts, *handed_out(stats, binary=binary)) if part]
 
 
@@ -182,12 +183,13 @@ def is_slow(stats: Mapping[str, Any]) -> bool:
     return not fitted and max(found.whole, found.copies) >= WORTH_SAYING
 
 
-def more_advice(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
+def more_advice(stats: dict[str, Any], *, binary: bool = False, leaks: Sequence[Any] = ()) -> list[str]:
     """The advice that the summary of a run does not have yet.
 
     Args:
         stats: `memmgr.stats()`.
         binary: sizes in powers of two.
+        leaks: those that go on: a run that leaks needs more with every step, so no size is advised.
     """
-    found = advice(stats, binary=binary)
+    found = [] if leaks else advice(stats, binary=binary)
     return found[:1] if is_slow(stats) else found  # the summary of a slow run has the change that would help most

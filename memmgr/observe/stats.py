@@ -11,6 +11,7 @@ from .figures import FIGURES
 from .holdings import Explanation
 from .passes import Passes
 from .roles import Purposes
+from .source_lines import show
 from .states import STATE_PURPOSES
 from .summary import fragmentation
 
@@ -47,7 +48,7 @@ class PagerFigures:
         passes: Passes,
         plans: Planned,
         purposes: Purposes,
-        escaped: Callable[[], dict[str, int]],
+        escaped: Callable[[], dict[tuple[str, int], int]],
         rankings: Callable[[], int],
         steps: Callable[[], int],
         leaks: Callable[[], list[str]],
@@ -101,7 +102,7 @@ class PagerFigures:
             "fragmentation": fragmentation(arena),
             "kept_gradient_bytes": self._purposes.kept_bytes,
             "link_bytes_per_second": self._link_bytes_per_second() if tier else 0.0,
-            **{f"escapes.{site}": count for site, count in self._escaped().items()},
+            **{f"escapes.{show(file)}:{line}": count for (file, line), count in self._escaped().items()},
         }
 
     def _link_bytes_per_second(self) -> float:

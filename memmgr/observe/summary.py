@@ -12,7 +12,7 @@ from typing import Any
 
 from memmgr.common.say import say
 from memmgr.config.conf import parse_conf
-from memmgr.config.sizes import UNLIMITED, is_binary, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, is_binary, show_floor, show_seconds, show_size
 
 from .advice import fixed_memory, own_checkpointing
 
@@ -78,7 +78,7 @@ def main_figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, 
         ("budget", "none" if limit >= UNLIMITED else size(limit)),
         ("peak", size(s["resident_bytes.peak"])),
         ("unmanaged it would need", size(s["unmanaged_peak_bytes"])),
-        ("smallest budget (floor)", size(s["floor_bytes"])),
+        ("smallest budget (floor)", show_floor(s["floor_bytes"], binary=binary)),
         ("passes", f"{s['passes']:,}"),
         ("of these by plan", f"{s.get('planned_passes', 0):,}"),
         ("time", show_seconds(wall)),

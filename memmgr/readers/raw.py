@@ -84,7 +84,7 @@ class RawReaders:
         self._graphs = graphs
         self._patches = patches
         self._scope = threading.local()
-        self.sites: Counter[str] = Counter()  # where addresses escaped
+        self.sites: Counter[tuple[str, int]] = Counter()  # the file and the line where addresses escaped
 
     def install(self) -> None:
         wrap = self._patches.wrap
@@ -276,4 +276,4 @@ class RawReaders:
 
     def _note(self, frame: FrameType | None) -> None:
         if frame is not None:
-            self.sites[f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"] += 1
+            self.sites[frame.f_code.co_filename, frame.f_lineno] += 1

@@ -93,8 +93,8 @@ class Readers:
         self._extensions.remove()
         self.graphs.remove()
 
-    def escaped(self) -> dict[str, int]:
-        """Where addresses were handed out for good: `module:line`, and how often."""
+    def escaped(self) -> dict[tuple[str, int], int]:
+        """Where addresses were handed out for good, the file and the line, and how often."""
         return dict(self._raw.sites)
 
     def _callback(self, original: Any) -> Any:

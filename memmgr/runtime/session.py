@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 MOST_LEAKS = 3
 """The leaks of which the summary and the telemetry tell."""
-TOLD_LEAK = 0.1
-"""A leak that holds this share of the budget is told while the run goes on."""
 
 STAGING_BYTES = 256 << 20
 """Page-locked memory on the way to a file, where the accelerator's memory is the machine's."""
@@ -115,6 +113,7 @@ class PagerRuntime:
         self._lines = TakenLines(self.native, always=config.lines)
         self._leaks = Leaks(self.native)
         self._look_for_leaks = Rationed(0.002, self._leaks.look)
+        self._look_closer = Rationed(0.005, self._name_leaks)  # a search takes up to three seconds
         self._told_leak = config.quiet
         self._holder_tables = HolderTables(
             self.native, self.telemetry.modules.name, self._lines.lines, lambda: self.passes.line
@@ -292,13 +291,14 @@ class PagerRuntime:
         pager.set_limit(limit)
 
     def _ended_pass(self, ended: Pass) -> None:
+        self._explain.refused = self._explain.refused and not ended.completed
         self.telemetry.ended_pass(
             ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
         )
         self._purposes.ended_pass(self.passes.count)
         self._lines.ended_pass(self.passes.count, watched=self.telemetry.watched)
-        if self._look_for_leaks() and not self._told_leak:
-            self._tell_leak()
+        if self._look_for_leaks():
+            self._found_leaks(ended.unmanaged_peak)
         if self._final is None:  # another thread's, while the budget closes
             self._periods.ended(self.passes.count, ended.completed)
             if self._sizing is not None and self._sizing.ended(ended):
@@ -324,6 +324,8 @@ class PagerRuntime:
         if self._final is not None:
             return
         crashed = failed and not self.ended_well
+        if crashed and self._explain.refused:  # a framework's callback is not told which exception ends the training
+            self.ended_by = self.ended_by or "BudgetError"
         # The callback added last runs first. If one is interrupted the others still run.
         with contextlib.ExitStack() as then:
             if self._stock is not None:  # the next budget of the process counts it again
@@ -346,7 +348,7 @@ class PagerRuntime:
                 then.callback(self._file.close)
             try:
                 if self._open:
-                    self._name_keepers()
+                    self._look_at_the_end()
                 if self._open and not failed:
                     self._purposes.look_for_new()
             finally:
@@ -356,21 +358,26 @@ class PagerRuntime:
             if self._sizing is not None:
                 self._sizing.close(self._final)
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
-            log = self.telemetry.log_path
-            left = self.plans.left.lines(self._final["left_passes"], self._final["passes"])
-            if slowness.is_slow(self._final):
-                why = "; ".join(left) or self._no_plan
-                left = slowness.lines(
-                    self._final, binary=self.config.binary, reason=why, leaks=self.leak_texts(), ended_by=self.ended_by
-                )
-            graphs = self._graphs.lines(binary=self.config.binary)
-            more = [*self.leak_texts(), *left, *graphs]
-            report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary, more=more)
+            log, binary = self.telemetry.log_path, self.config.binary
+            report_end(self._final, self.job.all_figures, log=log, binary=binary, more=self._more_lines(self._final))
         for text in (
             *self.telemetry.complaints(),
             *self._ranker.complaints(),
         ):  # last: a warning may be an exception here, and everything is closed
             warn(text, RuntimeWarning)
+
+    def _more_lines(self, final: dict[str, Any]) -> list[str]:
+        """The lines of the summary about leaks, lost time, plans that passes left, and graphs."""
+        binary, leaks = self.config.binary, self.leak_texts()
+        left = self.plans.left.lines(final["left_passes"], final["passes"])
+        if slowness.is_slow(final):
+            why = "; ".join(left) or self._no_plan
+            # Addresses that were handed out after the last pass, to save a model for example, have slowed nothing.
+            seen = {**final, "escaped_bytes": self.passes.escaped_bytes} if self.passes.count else final
+            left = slowness.lines(seen, binary=binary, reason=why, leaks=leaks, ended_by=self.ended_by)
+        elif leaks:
+            left = [*left, slowness.HELPS + slowness.LEAKED]
+        return [*leaks, *left, *self._graphs.lines(binary=binary)]
 
     def process_ends(self) -> None:
         """At the end of the process: looks for the exception that has ended the program."""
@@ -399,39 +406,64 @@ class PagerRuntime:
     def explain(self, top: int) -> Explanation:
         """The holders of memory, and the leaks (`memmgr.explain`)."""
         self._leaks.look()
+        if self._found():
+            self._purposes.look()
         return self._holders(top)
 
     def _holders(self, top: int) -> Explanation:
         now = self.native.stats()
         return self._holder_tables.explain(
-            self._leaks.found(self._lines.lines),
+            self._found(),
             small_bytes=max(0, now["resident_bytes.current"] - now["resident_cell_bytes"]),
             top=top,
             binary=self.config.binary,
         )
 
     def leaks(self) -> list[dict[str, Any]]:
-        """The leaks that go on, the largest first, each as a row of figures."""
-        return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._leaks.found(self._lines.lines)]
+        """The leaks that go on, or did at the end, the largest first, each as a row of figures."""
+        if self._final is None:
+            self._leaks.look()
+            if self._nameless():
+                self._name_leaks()
+        return [leak.row(self.telemetry.modules.name(leak.module)) for leak in self._found()]
 
     def leak_texts(self) -> list[str]:
         """A sentence about each of the largest leaks."""
-        return [self._leak_text(leak) for leak in self._leaks.found(self._lines.lines)[:MOST_LEAKS]]
+        return [self._leak_text(leak) for leak in self._found()[:MOST_LEAKS]]
 
     def _leak_text(self, leak: Leak) -> str:
         return leak.text(binary=self.config.binary, module=self.telemetry.modules.name(leak.module))
 
-    def _tell_leak(self) -> None:
-        """Prints the largest leak once it holds a tenth of the budget: under a budget a leak does not fail, it gets slower."""
-        for leak in self._leaks.found(self._lines.lines)[:1]:
-            if leak.bytes >= TOLD_LEAK * self.plans.limit_bytes:
+    def _found(self) -> list[Leak]:
+        return self._leaks.found(self._lines.lines)
+
+    def _found_leaks(self, need_bytes: int) -> None:
+        """Names the leaks while the functions run whose variables keep them. Prints the largest once it is large: under a budget
+        a leak does not fail, it gets slower.
+        """
+        if self._nameless():
+            self._look_closer()
+        for leak in () if self._told_leak else self._found()[:1]:
+            if leak.kept is not None and leak.is_large(self.plans.limit_bytes, need_bytes):
                 self._told_leak = True
-                self._name_keepers()
                 say(*self.leak_texts()[:1])
 
-    def _name_keepers(self) -> None:
-        """Looks for the variables that keep the tensors of the leaks, where there are some."""
-        self._leaks.keep(self._holder_tables.with_keepers(self._leaks.found(self._lines.lines)))
+    def _look_at_the_end(self) -> None:
+        """Looks where no leak was found: a function that has returned may have freed its leaks."""
+        if not self._found():
+            self._leaks.look()
+        if self._nameless():
+            self._name_leaks()
+
+    def _nameless(self) -> bool:
+        """One of the leaks that are told has no variable."""
+        return any(not leak.kept for leak in self._found()[:MOST_LEAKS])
+
+    def _name_leaks(self) -> None:
+        """Looks for the variables that keep the tensors of the leaks, and for optimizers: their states are no leak."""
+        self._purposes.look()
+        found = self._found()
+        self._leaks.keep(found, self._holder_tables.with_keepers(found))
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""

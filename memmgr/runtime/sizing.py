@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memmgr.common.say import say
 from memmgr.common.threads import Stopped
-from memmgr.config.sizes import Need, show_size
+from memmgr.config.sizes import Need, show_floor, show_size
 from memmgr.observe.memory_inventory import missing_states
 from memmgr.observe.passes import Pass
 from memmgr.observe.progress import MeasuringBar
@@ -150,7 +150,7 @@ class Sizing:
         self._native.settle()  # if bytes beyond the limit remain, the next request for memory reports it
         if limit_bytes < (floor := int(self._native.stats()["floor_bytes"])):
             why += (
-                f", below the floor so far of {show_size(floor)}, so the run will end with an error. "
+                f", below the floor so far of {show_floor(floor)}, so the run will end with an error. "
                 f"At least {100 * floor // self._need_bytes + 1} % are needed"
             )
         needs = f"the run needs {show_size(self._need_bytes)} ({self._passes} passes measured)"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import forkserver
 import pytest
@@ -410,3 +411,54 @@ def test_a_budget_that_is_opened_again_looks_once_through_all_objects(monkeypatc
             models[0].zero_grad()
         assert mm.stats()["resident_bytes.parameters"] == 512 * 513 * 4
     assert len(looks) == 2 + 1 + 1
+
+
+WRONG = [
+    ("disk", 5, "(folder, size)"),
+    ("disk", (5, "1GB"), "(folder, size)"),
+    ("disk", ("/tmp",), "(folder, size)"),
+    ("disk", ("/tmp", None, 3), "(folder, size)"),
+    ("host", (), "12GB"),
+    ("log", 5, "the name of a file"),
+    ("trace", ["run"], "the name of a file"),
+    ("trace_pass", "2", "the number of a pass"),
+    ("trace_pass", 1.5, "the number of a pass"),
+    ("silent_seconds", "5", "a number of seconds"),
+    ("silent_seconds", True, "a number of seconds"),
+    ("device", 1.5, "torch.device"),
+    ("policy", 5, "auto"),
+    ("allocator", 5, "native"),
+    ("verify", 1, "True or False"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "form"), WRONG)
+def test_a_wrong_type_is_told_with_the_argument_and_its_forms(name: str, value: Any, form: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        memmgr.budget("1GB", **{"device": "cpu", name: value})
+    text = str(caught.value)
+    assert name in text and form in text and "\n" not in text, text
+
+
+@pytest.mark.parametrize("thing", ["x", 3, None, ["x"], {"a": 1}])
+def test_a_pin_of_no_tensor_is_refused(thing: Any) -> None:
+    """A number ended the process."""
+    with memmgr.budget("1GB", device="cpu", quiet=True), pytest.raises(TypeError, match="takes tensors, modules, and"):
+        memmgr.pin(thing)
+    with pytest.raises(TypeError):
+        memmgr.pin(thing)
+
+
+def test_a_pin_takes_modules_and_collections() -> None:
+    model, table = torch.nn.Linear(256, 256), torch.randn(256, 256)
+    with memmgr.budget("1GB", device="cpu", quiet=True):
+        before = memmgr.stats()["pinned_cells"]
+        with memmgr.pin(model, {"tables": [table]}):
+            assert memmgr.stats()["pinned_cells"] - before >= 2  # a bias is small
+        assert memmgr.stats()["pinned_cells"] == before
+
+
+def test_rows_of_an_explanation_are_a_number() -> None:
+    for top in ("x", 1.5, -1):
+        with pytest.raises(TypeError, match="top: expected a number of rows"):
+            memmgr.explain(top)  # type: ignore[arg-type]

@@ -97,3 +97,21 @@ def test_a_share_of_an_accelerator_is_not_asked_for_before(monkeypatch: pytest.M
 
     monkeypatch.setattr(budgets.devices, "resolve", lambda device, allocator: torch.device("cuda"))
     assert "80% of the device, policy auto, on cuda" in repr(memmgr.budget("80%"))
+
+
+def test_an_explanation_is_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+    with memmgr.budget(None, device="cpu", quiet=True):
+        for _ in range(3):
+            model(torch.randn(256, 256)).sum().backward()
+        found = memmgr.explain()
+    assert repr(found) == str(found) and "Explanation(" not in repr(found)
+    assert max(map(len, str(found).splitlines())) <= 120
+    html = found._repr_html_()
+    tables = [Table(text + "</table>") for text in html.split("</table>")[:-1]]
+    assert len(tables) == 6 and tables[0].caption.startswith("now: ")
+    assert tables[0].rows[0][1:4]  # the second heading is empty == ["tensors", "kind", "name"]
+    names = {row[4] for row in tables[0].rows[1:]}
+    assert "0.weight" in names, names
+    assert "&lt;" in replace(found, leak_texts=("a <leak>",))._repr_html_()

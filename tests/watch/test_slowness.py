@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import memmgr
 from memmgr.config.sizes import UNLIMITED
+from memmgr.integrations._callback_budget import CallbackBudget
+from memmgr.observe.advice import advice
+from memmgr.observe.error_text import rank_error
 from memmgr.observe.slowness import best_change, is_slow, losses, unplanned, why_slow
-from memmgr.observe.summary import slowdown, summary
+from memmgr.observe.source_lines import show
+from memmgr.observe.summary import main_figures, slowdown, summary
 
 from . import lines
 
@@ -35,9 +42,9 @@ def test_the_slowdown_has_the_cost_of_ops_where_nothing_hides_it() -> None:
 
 
 def test_exported_addresses_are_named_with_their_line() -> None:
-    sites = {"escapes.train:9": 2, "escapes.train:16": 30}
+    sites = {"escapes.train.py:9": 2, "escapes.train.py:16": 30}
     said = why_slow(_stats(escaped_bytes=3_000_000, **sites), leaks=["one"])
-    assert "; tensors of 3 MB cannot be evicted" in said and "30 times at train:16. After a copy" in said
+    assert "; tensors of 3 MB cannot be evicted" in said and "30 times at train.py:16. After a copy" in said
     assert "cannot be evicted" not in why_slow(_stats(escaped_bytes=100_000, **sites))
 
 
@@ -98,3 +105,69 @@ def test_more_budget_is_advised_neither_beside_a_leak_nor_after_a_budget_error()
     leaking = why_slow(_stats(), leaks=["a leak: +3 MB a step"])
     assert "of budget" not in leaking and "loss.item()" in leaking
     assert "what would help most" not in why_slow(_stats(), ended_by="BudgetError")
+
+
+def _fail(run: Callable[[Callable[[], None]], None]) -> None:
+    """One pass fits, after much recomputing; the next has a batch that does not."""
+    model = torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.ReLU())))
+
+    def step() -> None:
+        for rows in (512, 8192):
+            model(torch.randn(rows, 256)).square().mean().backward()
+
+    with pytest.raises(memmgr.BudgetError) as caught:
+        run(step)
+    assert "should do" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["with", "decorator", "callback"])
+def test_after_a_budget_error_the_error_alone_advises(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text runs the module again, on tensors without bytes: that is no pass."""
+    budget = memmgr.budget("4MB", device="cpu")
+    callback = CallbackBudget("4MB", {"device": "cpu"})
+
+    def run(step: Callable[[], None]) -> None:
+        if how == "callback":
+            callback.open()
+            step()
+        elif how == "with":
+            with budget:
+                step()
+        else:
+            budget(step)()
+
+    _fail(run)
+    callback.close(failed=True)
+    said = capsys.readouterr().err
+    assert "memmgr: peak " in said and "; 1 pass " in said, said
+    assert "what would help most" not in said and "of budget" not in said, said
+
+
+def test_the_floor_is_the_same_size_everywhere() -> None:
+    stats = _stats(floor_bytes=19_310_001)
+    assert "about 19.4 MB" in advice(stats)[0]
+    assert dict(main_figures(stats))["smallest budget (floor)"] == "19.4 MB"
+    trouble = {"rank": 1, "error": "BudgetError", "text": "", "floor_bytes": 19_310_001, "enough_bytes": 20_000_000}
+    assert "floor is 19.4 MB" in str(rank_error(trouble | {"budget_bytes": 1_000_000}, 0))
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_addresses_handed_out_after_training_are_not_blamed(after: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that is saved or hashed at the end has slowed nothing."""
+    model = torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.ReLU())))
+    with memmgr.budget("4MB", device="cpu"):
+        arrays = [] if after else [p.detach().numpy() for p in model.parameters()]
+        for _ in range(6):
+            model(torch.randn(512, 256)).square().mean().backward()
+        arrays += [p.detach().numpy() for p in model.parameters()]
+    said = capsys.readouterr().err
+    assert arrays and "where the time went" in said
+    place = f"times at {show(__file__)}:"
+    assert (place not in said) if after else (place in said), said
+
+
+def test_a_fast_run_says_nothing_of_addresses() -> None:
+    sites = {"escapes.train.py:9": 2, "escaped_bytes": 3_000_000, "fixed_bytes.peak": 0}
+    assert not [
+        line for line in advice(_stats(**sites, recompute_seconds=0.0, stall_seconds=0.0)) if "addresses" in line
+    ]
