@@ -131,6 +131,10 @@ def test_a_leak_is_in_the_summary_as_json(folder: Path) -> None:
     )
     told = re.findall(r"^memmgr: a leak: .*$", done.stderr, re.MULTILINE)  # while it runs, and in the summary
     assert len(told) == 2 and all("kept in the list `kept` of leaks.py; " in line for line in told), done.stderr
+    unlimited = memmgr("run", "leaks.py", cwd=folder).stderr
+    assert "an end of the leak: more budget only delays it" in unlimited and "to train in less" not in unlimited, (
+        unlimited
+    )
     (leak,) = json.loads((folder / "run.json").read_text())["leaks"]
     line = 1 + leaking.splitlines().index("    y = model(x)")
     assert (leak["file"], leak["line"], leak["ops"]) == ("leaks.py", line, ["aten::addmm"])

@@ -128,7 +128,7 @@ def figures() -> Iterator[str]:
         assert isinstance(call, ast.Call)
         name, kind, meaning = [ast.literal_eval(argument) for argument in call.args[:3]]
         yield f"| `{name}` | {kind} | {meaning}. |\n"
-    yield "| `escapes.MODULE:LINE` | counter | how often that place in the program handed an address out for good. |\n"
+    yield "| `escapes.FILE:LINE` | counter | how often that place in the program handed an address out for good. |\n"
 
 
 def page() -> str:

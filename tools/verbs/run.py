@@ -347,9 +347,10 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr.observe.slowness import more_advice
 
-    lines = more_advice(stats, binary=binary)
+    leaks = _leak_texts()
+    lines = more_advice(stats, binary=binary, leaks=leaks)
     changed = {}
-    if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
+    if args.budget is None and not leaks and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
         middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2
         changed["budget"] = _round_up(middle, above=0)
     if args.log is not None:
