@@ -268,6 +268,19 @@ def test_a_failed_op_is_named_whatever_its_meta_kernel_asks_for() -> None:
     assert "\nThis op (aten::ones) needs" in str(_spent(bytes_already_there() + 20 * MB))
 
 
+def test_a_request_needs_its_own_bytes_also_after_a_larger_one() -> None:
+    """Programs try smaller sizes until one fits; the floor of the whole budget keeps the largest."""
+    texts = []
+    with memmgr.budget(bytes_already_there() + 50 * MB, quiet=True):
+        for numbers in (100 * MB, 20 * MB):
+            with pytest.raises(memmgr.BudgetError) as caught:
+                torch.empty(numbers)
+            texts.append(str(caught.value))
+    for text, least in zip(texts, (400, 80), strict=True):
+        (needs,) = re.findall(r"\(aten::empty\) needs ([\d.]+) MB", text)
+        assert least <= float(needs) < 1.1 * least
+
+
 def test_opening_says_the_same_in_the_same_words() -> None:
     opening, spent = str(_opened_too_small(6 * MB, wide())), str(_spent(bytes_already_there() + 20 * MB))
     assert "MB are on the device already." in opening

@@ -82,7 +82,7 @@ def test_the_screen_shows_the_last_seconds() -> None:
     rows = text.state_rows(watched([lines.hello(), *samples()]))
     assert [row[0] for row in rows[:4]] == ["parameters", "gradients", "optimizer states", "other"]
     # From the pass that was under way ten seconds ago: 2 more passes, 20 samples of half a percent.
-    assert rows[2] == ("optimizer states", "", "1 MB", "2 MB", "2.5 MB")
+    assert rows[2] == ("optimizer states", "3 MB", "1 MB", "2 MB", "2.5 MB")  # the places, until all bytes are told
     assert rows[4] == ("the link could move in 4 s", "", "", "", "80 MB")
 
 

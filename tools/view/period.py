@@ -11,6 +11,7 @@ from typing import Any
 
 from memmgr.config.sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
+from memmgr.telemetry.trace_file import ops_run
 from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks
 
 BEFORE, AFTER, NOBODY = "there before the pass", "from backward on", "no module"
@@ -173,7 +174,7 @@ def section(name: str, trace: Trace, *, binary: bool = False) -> str:
     found = period(trace)
     peak, at = trace.unmanaged_peak
     return (
-        f"<h2>One pass: {escape(name)}</h2><p class=soft>{len(found.seconds):,} ops in {show_seconds(trace.seconds)}; at most "
+        f"<h2>One pass: {escape(name)}</h2><p class=soft>{ops_run(trace):,} ops in {show_seconds(trace.seconds)}; at most "
         f"{show_size(peak, binary=binary)}, at {escape(trace.ops[at].name)}. Without a budget: "
         "what the pass holds, by the layer that made it.</p>" + svg(found, name, binary=binary) + key(found)
     )

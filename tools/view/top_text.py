@@ -273,7 +273,7 @@ def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
     names = [str(name) for name in watched.hello.get("map_states", _MAP_NAMES)]
     columns = watched.map.get("columns", [])
     if not columns or not any(any(column) for column in columns):
-        text = "no address space to show" if columns else "waiting for the map"
+        text = "no address space to show" if columns or watched.end is not None else "waiting for the map"
         return [[(text.ljust(width), SOFT)]] + [[(" " * width, "")] for _ in range(rows - 1)]
     wanted = width * rows
     cells: Line = []
@@ -393,7 +393,8 @@ def state_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
     for name in dict.fromkeys((*whole, *flows)):
         flow = flows.get(name)
         places = (flow.resident_bytes, flow.offloaded_bytes, flow.moved_bytes) if flow else (None,) * 3
-        sizes = (whole.get(name), *places)
+        there = flow.resident_bytes + flow.offloaded_bytes if flow else None
+        sizes = (whole.get(name, there), *places)
         rows.append((clean(name), *("" if size is None else watched.size(size) for size in sizes)))
     if found is not None and found.states_moved_bytes:
         rows.append((could_move(watched, found.pass_seconds), "", "", "", watched.size(found.link_bytes)))

@@ -46,7 +46,7 @@ extern std::atomic<uint64_t> most_resident;
 // The op of this thread that found no room.
 struct FailedOp {
   std::string name;         // empty: the request came from no op
-  uint64_t need_bytes = 0;  // bytes that it reads and makes, and those that stay; 0: not known
+  uint64_t need_bytes = 0;  // bytes that it reads and makes, or its request alone, and those that stay
   uint64_t read_bytes = 0;  // bytes of its arguments
   // Bytes of its largest result or request; of the largest tensor that it reads, where no result is known
   uint64_t result_bytes = 0;

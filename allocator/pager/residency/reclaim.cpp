@@ -121,7 +121,7 @@ void throw_out_of_memory(Pool& pool, uint64_t request) {
   const uint64_t limit = mm_arena_budget(pool.arena), resident = mm_arena_resident(pool.arena);
   const uint64_t taken = rounded(request);
   const uint64_t refused = taken + (request <= limit ? resident : resident - std::min(resident, evictable_bytes()));
-  failing_op() = {"", 0, 0, taken};
+  failing_op() = {"", refused, 0, taken};
   // memmgr/observe/error_text.py reads figures from these words.
   std::string text = pool.out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
                      std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
