@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import io
 import json
@@ -300,6 +301,22 @@ def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pyt
             await pilot.press("p")
             await pilot.pause()
             assert "silent for" not in _text(app).splitlines()[0], "who does not listen cannot say that"
+
+        _drive(app, look)
+
+
+def test_a_process_that_is_killed_in_a_pause_does_not_look_alive() -> None:
+    with contextlib.ExitStack() as serving:
+        serving.enter_context(lines.served(4242, lines.lines()))
+        app = _app()
+
+        async def look(pilot: Any) -> None:
+            await pilot.press("p")
+            await pilot.pause(0.3)
+            assert "gone" not in _text(app).splitlines()[0]
+            serving.close()
+            await pilot.pause(0.5)
+            assert "gone (killed?)" in _text(app).splitlines()[0]
 
         _drive(app, look)
 

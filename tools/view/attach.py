@@ -47,6 +47,15 @@ class Attached:
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(request).encode() + b"\n")
 
+    @property
+    def hung_up(self) -> bool:
+        """Has the process closed the stream? The lines before that may not have been received yet."""
+        if self.over:
+            return False
+        ended = select.poll()
+        ended.register(self._socket, select.POLLRDHUP)
+        return bool(ended.poll(0))
+
     def receive(self) -> list[dict[str, Any]]:
         """The lines that have come; `over` is set at the end of the stream. Never waits.
 

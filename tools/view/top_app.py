@@ -125,7 +125,7 @@ class TopApp(App[None]):
     # -- the streams --
 
     def _poll(self) -> None:
-        if self._paused and all(one.over or Path(f"/proc/{one.watched.pid}").exists() for one in self._attached):
+        if self._paused and not any(one.hung_up for one in self._attached):
             return  # lines that arrive in the meantime wait in the socket, and then in the process's bounded queue
         news = False
         for one in self._attached:
