@@ -100,8 +100,8 @@ class CellInfo(TypedDict):
 class FailedOp(TypedDict):
     """The op that found no room.
 
-    `name`: empty if the request came from no op. `need_bytes`: what it reads and makes, and what stays; 0: not known.
-    `read_bytes`: of its arguments. `result_bytes`: of its largest result.
+    `name`: empty if the request came from no op. `need_bytes`: what it reads and makes, or its request alone, and what
+    stays. `read_bytes`: of its arguments. `result_bytes`: of its largest result.
     """
 
     name: str

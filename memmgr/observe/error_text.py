@@ -91,7 +91,7 @@ class FailedOp:
 
     Attributes:
         name: as torch has it; empty: the request came from no op.
-        need_bytes: all that it reads and makes, and the bytes that can never leave; 0: not known.
+        need_bytes: all that it reads and makes, or its request alone, and the bytes that can never leave.
         read_bytes: bytes of its arguments.
         result_bytes: bytes of its largest result, or of the request.
     """

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-_begun: weakref.WeakSet[Any] = weakref.WeakSet()
+_begun: dict[int, weakref.ref[Any]] = {}
+"""The works that live, by their ids: another thread may begin one while they are looked through."""
 
 
 def begin() -> None:
@@ -37,7 +38,9 @@ def under_way() -> bool:
     if not torch.distributed.is_available():
         return False
     registered = getattr(torch._C._distributed_c10d, "_get_work_registry_size", int)
-    return registered() > 0 or any(not work.is_completed() for work in list(_begun))
+    return registered() > 0 or any(
+        (work := living()) is not None and not work.is_completed() for living in list(_begun.values())
+    )
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +48,8 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def begin_work(*args: Any, **kwargs: Any) -> Any:
         work = original(*args, **kwargs)
         if work is not None:
-            _begun.add(work)
+            key = id(work)
+            _begun[key] = weakref.ref(work, lambda _: _begun.pop(key, None))
         return work
 
     begin_work._memmgr = True  # type: ignore[attr-defined]

@@ -265,7 +265,7 @@ def test_a_faster_device_takes_less_time(
     ((points, _, title),) = drawn
     assert {point.lower_bound for row in points for point in row} == {None}, "whose would it be?"
     largest = max(r["overhead"] for r in rows if r["fits"])
-    assert title == what + cut([largest], plan.plot._HIGHEST)
+    assert title == what + cut([largest], plan.plot.HIGHEST)
     assert len(rows) == 20 and [r["device"] for r in rows[:2]] == ["t4", "h100"]
     assert rows[0]["unmanaged_seconds"] > 2 * rows[1]["unmanaged_seconds"]
     assert rows[0]["unmanaged_peak_bytes"] == rows[1]["unmanaged_peak_bytes"]

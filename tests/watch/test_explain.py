@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import linecache
 import sys
 import weakref
@@ -26,6 +27,8 @@ from memmgr.observe import holdings
 from memmgr.observe.holdings import Explanation
 from memmgr.observe.leaks import PASSES, TOLD_PASSES, Leaks
 from memmgr.observe.source_lines import show
+
+from .test_told_leaks import train
 
 TOP = 5
 
@@ -109,8 +112,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict
 
 
 def _text(line: Any) -> str:
-    found = [path for path in (Path(line.file), Path(__file__)) if path.name == Path(__file__).name]
-    return linecache.getline(str(found[-1]), line.line)
+    """The source of a line in a file of this folder."""
+    return linecache.getline(str(Path(__file__).with_name(Path(line.file).name)), line.line)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -159,18 +162,11 @@ def test_all_lines_and_modules_are_recorded_if_asked_for() -> None:
 
 
 def _leaking(steps: int, hold: Callable[[list[torch.Tensor], torch.Tensor], None]) -> Explanation:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    held: list[torch.Tensor] = []
+    found: list[Explanation] = []
+    step = itertools.count(1)
     with memmgr.budget("6MB", device="cpu", quiet=True):
-        for _ in range(steps):
-            y = model(torch.randn(256, 64))
-            y.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            hold(held, y)
-        return memmgr.explain()
+        train(steps, hold, lambda: found.append(memmgr.explain()) if next(step) == steps else None)
+    return found[0]
 
 
 def test_a_leak_is_told_within_ten_steps_with_its_line() -> None:

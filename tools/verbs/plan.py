@@ -354,7 +354,7 @@ def _sweep(args: argparse.Namespace, on: list[_On]) -> int:
             ]
             for tenths, row in zip(_TENTHS, found, strict=True)
         ]
-        plot.slowdown(points, args.picture, args.what + cut([o.overhead for row in found for o in row], plot._HIGHEST))
+        plot.slowdown(points, args.picture, args.what + cut([o.overhead for row in found for o in row], plot.HIGHEST))
     if args.json:
         print(json.dumps([asdict(o) for row in found for o in row]))
         return 0

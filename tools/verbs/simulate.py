@@ -246,7 +246,7 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
             points,
             args.picture,
             f"{args.file.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
-            + cut([r.overhead for row in found for r in row], plot._HIGHEST),
+            + cut([r.overhead for row in found for r in row], plot.HIGHEST),
         )
     if args.json:
         print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
 
-_HIGHEST = 2.5
+HIGHEST = 2.5
 """Where a picture of slowdowns ends: a system that takes five times as long would flatten all others."""
 
 
@@ -166,7 +166,7 @@ def _reach(rows: Sequence[Sequence[Point]], marks: Marks | None) -> tuple[float,
         if marks is None
         else min([1.0, *(0.98 * f for f in drawn), *(0.98 * (f - d) for _, f, d in marks.measured)])
     )
-    return lowest, min(1 + room * (highest - 1), _HIGHEST)
+    return lowest, min(1 + room * (highest - 1), HIGHEST)
 
 
 def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> None:

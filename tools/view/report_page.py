@@ -9,7 +9,7 @@ from html import escape
 
 from memmgr.config.sizes import show_seconds
 from memmgr.observe.advice import changes, no_change, own_checkpointing
-from memmgr.observe.slowness import WHERE, wants_budget
+from memmgr.observe.slowness import HELPS, WHERE, wants_budget
 from memmgr.observe.slowness import lines as why_slow
 from memmgr.observe.summary import main_figures
 from memmgr.policies.trace import Trace
@@ -53,7 +53,6 @@ td { white-space: nowrap; } .box { overflow-x: auto; }
 td:first-child, th:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
 """
 _COSTS = ("recompute", "reload", "stall")
-MOST = "what would help most: "
 
 
 def page(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, Trace]] = ()) -> str:
@@ -132,8 +131,8 @@ def _why(watched: RunState) -> tuple[str, str]:
         watched.stats, binary=watched.binary, reason=reason, leaks=watched.leaks, ended_by=_ended_by(watched)
     )
     told = [clean(text) for text in told]
-    most = "".join(text.removeprefix(MOST) for text in told if text.startswith(MOST))
-    parts = [part for text in told if not text.startswith(MOST) for part in text.removeprefix(WHERE).split("; ")]
+    most = "".join(text.removeprefix(HELPS) for text in told if text.startswith(HELPS))
+    parts = [part for text in told if not text.startswith(HELPS) for part in text.removeprefix(WHERE).split("; ")]
     return ". ".join(part[0].upper() + part[1:] for part in parts if part) + ".", most
 
 
@@ -156,10 +155,9 @@ def _ending(watched: RunState) -> str:
 
 
 def _tiles(watched: RunState) -> str:
-    stats = {**watched.stats, "floor_bytes": watched.floor_bytes}
     return (
         "<div class=tiles>"
-        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in main_figures(stats, binary=watched.binary))
+        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in main_figures(watched.stats, binary=watched.binary))
         + "</div>"
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, round_up, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
 from memmgr.observe.figures import FOLLOWED
 from memmgr.observe.states import Flows, flows
 from memmgr.telemetry.stream import PROTOCOL
@@ -150,11 +150,6 @@ class RunState:
             return shlex.join([word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)])
         folder, _, name = words[0].removesuffix("/__main__.py").rpartition("/")
         return shlex.join([name or folder, *words[1:]])
-
-    @property
-    def floor_bytes(self) -> int:
-        """The smallest budget that can work, rounded up to the digits that are shown: the shown size works, too."""
-        return round_up(int(self.stats.get("floor_bytes", 0)), binary=self.binary)
 
     @property
     def tier(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, show_seconds
+from memmgr.config.sizes import UNLIMITED, show_floor, show_seconds
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
 from memmgr.tools.view.run_state import GONE, RunState, clean, name_of, origin
 
@@ -117,7 +117,7 @@ def budget_line(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     limit = "none" if budget >= UNLIMITED else watched.size(budget)
     text = (
         f"budget {limit}  now {watched.size(now)}{share}  peak {watched.size(int(stats.get('resident_bytes.peak', 0)))}"
-        f"  floor {watched.size(watched.floor_bytes)}"
+        f"  floor {show_floor(int(stats.get('floor_bytes', 0)), binary=watched.binary)}"
         f"  need {watched.size(int(stats.get('unmanaged_peak_bytes', 0)))}"
     )
     return [(fit(_tight(text, width), width, glyphs), "")]

@@ -72,7 +72,7 @@ FIELDS(CellInfo,
 FIELDS(
     FailedOp,
     "The op that found no room. `name`: empty if the request came from no op. `need_bytes`: what it reads and makes, "
-    "and what stays; 0: not known. `read_bytes`: of its arguments. `result_bytes`: of its largest result.",
+    "or its request alone, and what stays. `read_bytes`: of its arguments. `result_bytes`: of its largest result.",
     name, need_bytes, read_bytes, result_bytes)
 
 namespace {

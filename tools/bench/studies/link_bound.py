@@ -20,7 +20,8 @@ Source: the relaxation of `policies/plan/bound.py`, with the link's time; not fr
 
 *Known limitations*: a relaxation, so it may lie below every schedule: between those moments an op that runs again finds its
 inputs in memory, bytes may be written as soon as the stretch begins in which they are made, copies have no latency, blocks
-have no addresses. Storages below 64 KiB and tensors that change their size count nothing. Two minutes a budget for 830 ops.
+have no addresses. Storages below 64 KiB and tensors that change their size count nothing. Ops that are in no trace take no
+time; with --seconds their time is spread over the others. A minute a budget for 830 ops.
 """
 
 from __future__ import annotations
@@ -354,7 +355,9 @@ def main() -> None:
     parser.add_argument("trace", type=Path, help="of a pass with a measured link")
     parser.add_argument("--budget", action="append", required=True, help="a size, or a share of the need: 50%%")
     parser.add_argument(
-        "--seconds", type=float, help="of the step without a budget: what the trace's ops take less is spread"
+        "--seconds",
+        type=float,
+        help="time of a step without a budget; its part that no op of the trace has is spread over them",
     )
     args = parser.parse_args()
     trace = read_trace(args.trace)
