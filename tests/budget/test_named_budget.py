@@ -579,7 +579,7 @@ PROGRAMS: dict[str, tuple[float, Callable[[], Any], str]] = {
     "a list": (
         13,
         lambda: (torch.ones(2_000_000).numpy(), torch.tensor([0.5] * 2_000_000)),
-        "This request needs 16 MB",
+        "This request needs 16",  # MB; 16.1 where an earlier test has left some bytes, since sizes are rounded up
     ),
 }
 
