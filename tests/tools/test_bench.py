@@ -23,6 +23,7 @@ from memmgr.tools import cli
 from memmgr.tools.bench import names, rows, turns, verb
 from memmgr.tools.bench.largest import Try, bisect
 from memmgr.tools.bench.models import MODELS, make
+from memmgr.tools.bench.picture import draw
 from memmgr.tools.bench.rows import Row, rows_of
 from memmgr.tools.bench.systems import SYSTEMS
 from memmgr.tools.bench.table import HEAD, LARGEST_HEAD, cells, largest_cells
@@ -165,6 +166,12 @@ def test_the_picture_has_content(measured: Path) -> None:
     image = pytest.importorskip("matplotlib.image").imread(measured / "bench.png")
     assert image.shape[0] > 200 and image.shape[1] > 400
     assert len({tuple(pixel) for pixel in image[::3, ::3].reshape(-1, image.shape[2]).round(1)}) > 5
+
+
+def test_a_long_heading_stays_inside_the_picture(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    draw([Row("GPT", "", "unmanaged")], tmp_path / "long.png", "a heading of many words " * 12)
+    assert (image.imread(tmp_path / "long.png")[:, -4:, :3] == 1).all(), "ink at the right edge"
 
 
 def test_the_same_command_goes_on_and_measures_nothing_twice(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def draw(rows: Sequence[Row], path: Path, heading: str) -> None:
     if models:
         handles, labels = strips.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, fontsize=8, frameon=False, ncols=5, loc="outside lower left")
-    figure.suptitle(heading, fontsize=9, x=0.01, ha="left")
+    lines = textwrap.fill(heading, int(13 * figure.get_figwidth()))  # 13 characters of this size are an inch
+    figure.suptitle(lines, fontsize=9, x=0.01, ha="left")
     figure.savefig(path, dpi=110)
 
 
