@@ -8,6 +8,11 @@ reads it. They evict cells themselves (`Pass.lose`), so that no policy decides.
 import contextlib
 import ctypes
 import functools
+import itertools
+import os
+import select
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -364,3 +369,41 @@ def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, 
         for name, (_, rule, never) in PROGRAMS.items()
         if not only or name in only
     }
+
+
+def an_op_from_before(mode: str, seed: int) -> bool:
+    """A thread's op that began before a budget queues its write once the budget is open. Returns whether the tensor has the
+    bytes of that write after it has left and come back.
+
+    A call of C's stands for the op: it asks a pipe whether it may go on, again and again, and queues a copy.
+    """
+    copy = _start(mode, seed).fake.cuMemcpyDtoDAsync_v2
+    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    opened = functools.partial(memmgr.budget, 1 << 26, device=DEVICE, quiet=True, host="8MB", _plan=False)
+    with opened():  # tensors of an earlier budget are adopted by a later one
+        written, x, stream = torch.arange(float(N)).to(DEVICE), torch.zeros(N, device=DEVICE), torch.Stream(DEVICE)
+    (begun, begins), (waits, goes_on) = os.pipe(), os.pipe()
+    pipe = select.poll()
+    pipe.register(waits, select.POLLIN)
+    looks = iter(functools.partial(pipe.poll, 0), [(waits, select.POLLIN)])
+    queues = map(copy, [x.data_ptr()], [written.data_ptr()], [x.nbytes], [stream.stream_id])
+    last: deque[Any] = deque(maxlen=1)
+
+    def op() -> None:
+        with stream:
+            torch.ones(1, device=DEVICE)  # the driver's context, in this thread
+        last.extend(itertools.chain(map(os.write, [begins], [b"."]), looks, queues))
+
+    thread = threading.Thread(target=op)
+    thread.start()
+    os.read(begun, 1)
+    with opened():
+        os.write(goes_on, b".")
+        thread.join()
+        assert [*last] == [0], "the copy was not queued"
+        assert binding.load().take_away(x, OFFLOAD), "it did not leave: this shows nothing"
+        taken = take()
+        torch.accelerator.current_stream().synchronize()
+        stream.synchronize()
+        del taken
+        return torch.equal(x.cpu(), written.cpu())

@@ -26,6 +26,7 @@ CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LATE, "models": MODELS, "policies": POLICIES, "loose": POLICIES[:1], "fewer": FEWER},
     ),
     "streams": ("streams", "all_rules", LATE),
+    "op from before": ("streams", "an_op_from_before", LATE),
     "comes and goes": ("managed", "comes_and_goes", LATE),
     "programs": ("managed", "programs", LATE),
     "trains random": ("managed", "trains", {"mode": "random", "seed": 3, "models": ["gpt"], "policies": POLICIES[:1]}),
@@ -115,6 +116,10 @@ def test_a_rule_of_streams_that_is_not_kept_shows(children: Any, program: str) -
     assert seen["left out"]["digest"] != seen["plain"]["digest"]
     left = seen["kept"]["stats"]
     assert left["offloads"] + left["evictions"] > 0
+
+
+def test_a_tensor_has_the_bytes_of_an_op_that_began_before_the_budget(children: Any) -> None:
+    assert children("op from before")
 
 
 def test_wrong_bytes_stay_wrong(children: Any) -> None:

@@ -21,6 +21,7 @@
 #include "base/lock.h"
 #include "base/no_destructor.h"
 #include "cells/freeze.h"
+#include "pools/pool.h"
 
 namespace memmgr::pager {
 
@@ -118,15 +119,25 @@ struct Others {
   Lock& lock = lock_of(LockId::kOtherThreads);
   std::vector<Other> all GUARDED_BY(lock);
   uint64_t until_ns GUARDED_BY(lock) = 0;  // later no thread is waited for: one that has not gone on runs no op
+  Pool* pool GUARDED_BY(lock) = nullptr;
 };
 
 NoDestructor<Others> others;
 
 std::atomic<bool> waiting_for_others{false};
 
-void remove_locked(std::vector<Other>::iterator from) REQUIRES(others->lock) {
-  others->all.erase(from, others->all.end());
+void end_freeze_locked() REQUIRES(others->lock) {
   if (others->all.empty() && waiting_for_others.exchange(false)) freeze_all_evictions(false);
+}
+
+// Waits until the device has run all queued work. False: another thread's capture, for example, forbids that now.
+bool settled(Pool* pool) {
+  try {
+    pool->settle();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 // Returns the system's record of a thread; empty: it has ended.
@@ -165,7 +176,7 @@ Elsewhere elsewhere() {
   return told ? found : Elsewhere::kGradients;
 }
 
-void let_others_end_their_ops() {
+void let_others_end_their_ops(Pool* pool) {
   std::vector<Other> found;
   std::unordered_map<unsigned long, unsigned long> system_threads;
   PyInterpreterState* const all = PyThreadState_GetInterpreter(PyThreadState_Get());
@@ -180,25 +191,24 @@ void let_others_end_their_ops() {
   const Hold lock(others->lock);
   others->all = std::move(found);
   others->until_ns = 0;
+  others->pool = pool;
   if (!waiting_for_others.exchange(true)) freeze_all_evictions(true);
 }
 
 void give_others_a_moment() {
   for (int i = 0; i < 3 && waiting_for_others.load(); ++i) {
     Py_BEGIN_ALLOW_THREADS;
-    others_are_in_their_ops();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (others_are_in_their_ops()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     Py_END_ALLOW_THREADS;
     std::unordered_map<unsigned long, std::pair<const void*, int>> now;
     if (!each_other_thread(
             [&](unsigned long thread, PyFrameObject* top) { now[thread] = {top, PyFrame_GetLasti(top)}; }))
       return;
     const Hold lock(others->lock);
-    auto& all = others->all;
-    remove_locked(std::remove_if(all.begin(), all.end(), [&](const Other& o) {
+    std::erase_if(others->all, [&](const Other& o) {
       const auto there = now.find(o.thread);
       return there == now.end() || there->second != std::pair<const void*, int>{o.frame, o.instruction};
-    }));
+    });
   }
 }
 
@@ -206,19 +216,29 @@ bool others_are_in_their_ops() {
   if (!waiting_for_others.load()) return false;
   constexpr uint64_t kMostNs = 10'000'000'000;
   constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may be longer at their pieces of its op
+  Pool* pool;
+  bool late;
+  {
+    const Hold lock(others->lock);
+    const uint64_t now = now_ns();
+    if (!others->until_ns) others->until_ns = now + kMostNs;
+    late = now > others->until_ns;
+    std::erase_if(others->all, [&](Other& o) {
+      return late || ops_counted_of(o.sleeper.system_thread) != o.ops || rests(&o.sleeper, now, kLongNs);
+    });
+    if (!others->all.empty()) return true;
+    pool = others->pool;
+  }
+  if (!settled(pool) && !late) return true;  // the ops have ended, and no cell records the work that they queued
   const Hold lock(others->lock);
-  auto& all = others->all;
-  const uint64_t now = now_ns();
-  if (!others->until_ns) others->until_ns = now + kMostNs;
-  remove_locked(now > others->until_ns ? all.begin() : std::remove_if(all.begin(), all.end(), [&](Other& o) {
-    return ops_counted_of(o.sleeper.system_thread) != o.ops || rests(&o.sleeper, now, kLongNs);
-  }));
-  return !all.empty();
+  end_freeze_locked();
+  return !others->all.empty();
 }
 
 void forget_others() {
   const Hold lock(others->lock);
-  remove_locked(others->all.begin());
+  others->all.clear();
+  end_freeze_locked();
 }
 
 bool raise_in(unsigned long thread, PyObject* exception, std::string_view package) {

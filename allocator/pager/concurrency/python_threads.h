@@ -8,6 +8,8 @@
 
 namespace memmgr::pager {
 
+class Pool;
+
 // A thread that may sleep, with its state at the last look.
 struct Sleeper {
   unsigned long system_thread;
@@ -37,8 +39,9 @@ Elsewhere elsewhere();
 bool raise_in(unsigned long thread, PyObject* exception, std::string_view package);
 
 // An op of another thread may have begun before the budget opened, without pins on its arguments. Freezes eviction
-// until each thread has begun another op or another call, or sleeps, or has ended. With the GIL.
-void let_others_end_their_ops();
+// until each thread has begun another op or another call, or sleeps, or has ended, and until the pool's device has run
+// the work that those ops queued. With the GIL.
+void let_others_end_their_ops(Pool* pool);
 // Releases the GIL for a moment, for Python calls that end at once.
 void give_others_a_moment();
 // Returns true while other threads' ops freeze eviction. Called by requests for room, without the GIL.

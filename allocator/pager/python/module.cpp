@@ -143,7 +143,7 @@ void py_open(uint64_t limit, const std::optional<std::string>& tier_folder, uint
   the_session.open.store(true, std::memory_order_release);
   let_callbacks_rest(true);
   see_this_thread(true);
-  let_others_end_their_ops();
+  let_others_end_their_ops(pool);
   const WithoutGil released;
   pool->settle();  // work on any stream that was queued before: no op of it was seen
 }
