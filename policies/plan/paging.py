@@ -7,6 +7,7 @@ its room is needed, and it is read back as soon as there is room for it until it
 block that is touched next (Cao, Felten, Karlin, Li: A study of integrated prefetching and caching strategies, SIGMETRICS 1995,
 whose *aggressive* also evicts the block that is touched last, so that it moves more than necessary). A pass that ends as it
 began is the plan. The waits of a pass are time for copies, so blocks are chosen again with them, and the shortest pass counts.
+A block that turned out to stay in memory is not written: the pass is played once more without it.
 
 Recomputation is decided before: the program is any schedule of computes, recomputes and frees, and the storages that it
 holds are paged.
@@ -34,6 +35,9 @@ MANY = 4_000
 _GAIN = 0.995
 """Choosing again has been worth it if the pass takes at most this share of the time before."""
 
+_SAME = 1.001
+"""A pass that writes less may take this much longer."""
+
 _STRETCHES = 16
 """Beginnings that the bound looks at."""
 
@@ -45,6 +49,7 @@ class _Pager(Cycle):
     Attributes:
         gaps: see `windows.chosen`.
         took: per event of the pass that was played last, its seconds with all waits.
+        left: the gaps in which blocks were evicted in that pass.
     """
 
     def __init__(self, p: Program, budget_bytes: int, link: TierLink, gaps: Mapping[Gap, int]) -> None:
@@ -55,6 +60,7 @@ class _Pager(Cycle):
             self.changed.setdefault(event, []).append(k if touch else p.handed.get(k, k))
         self.to_write: deque[int] = deque()
         self.took: list[float] = []
+        self.left: set[Gap] = set()
         self.ended = 0.0
         self.missing = [(self.next[k], k) for k, state in enumerate(self.state) if state == ABSENT]
         heapify(self.missing)
@@ -67,7 +73,7 @@ class _Pager(Cycle):
         self.written: list[tuple[float, int, int]] = []
 
     def play(self) -> None:
-        self.took, self.ended = [], self.now
+        self.took, self.left, self.ended = [], set(), self.now
         super().play()
 
     def after(self, event: int) -> None:
@@ -87,6 +93,7 @@ class _Pager(Cycle):
         self._line_up(k)
 
     def leave(self, k: int, event: int) -> None:
+        self.left.add(self._gap(k))
         super().leave(k, event)
         if self.next[k] < FAR:
             heappush(self.missing, (self.next[k], k))
@@ -98,9 +105,11 @@ class _Pager(Cycle):
         else:
             heappush(self.missing, (self.next[first], first))
 
+    def _gap(self, k: int) -> Gap:
+        return (self.first.get(k, k) if self.touch[k] == 0 else k), self.touch[k]
+
     def _line_up(self, k: int) -> None:
-        gap = (self.first.get(k, k) if self.touch[k] == 0 else k), self.touch[k]
-        if gap not in self.gaps:
+        if self._gap(k) not in self.gaps:
             heappush(self.staying, (-self.next[k], k))
         elif self._has_to_be_written(k):
             heappush(self.changing, (-self.next[k], k))
@@ -232,6 +241,7 @@ def paged(trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Ste
     """
     p = program_of(trace, plain(trace) if program is None else program)
     best: Paged | None = None
+    useful: dict[Gap, int] = {}
     took: list[float] | None = None
     for _ in range(_ROUNDS if len(p.steps) < MANY else 1):
         pager = _Pager(p, budget_bytes, link, chosen(p, budget_bytes, link, took))
@@ -241,10 +251,16 @@ def paged(trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Ste
         better = best is None or made.seconds < best.seconds * _GAIN
         if best is None or made.seconds < best.seconds:
             best = made
+            useful = {gap: event for gap, event in pager.gaps.items() if gap in pager.left}
         if not better or made.seconds * _GAIN <= sum(p.seconds):
             break
         took = pager.took
-    return best
+    if best is None or not useful:
+        return best
+    sparing = settled(_Pager(p, budget_bytes, link, useful))
+    if sparing is None or sparing.seconds > best.seconds * _SAME or sparing.moved_bytes >= best.moved_bytes:
+        return best
+    return sparing
 
 
 def least_seconds(trace: Trace, budget_bytes: int, link: TierLink) -> float:

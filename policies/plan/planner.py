@@ -144,7 +144,7 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
             return None
         return Plan(
             budget_bytes, True, made.steps, made.peak_bytes, max(made.seconds, unmanaged), unmanaged, bound, made.away,
-            made.clean, made.written_bytes + made.read_bytes,
+            made.clean, made.moved_bytes,
         )  # fmt: skip  # the clock of the second pass rounds
 
     if seconds_of(paging()) > _CLOSE * bound:

@@ -41,6 +41,11 @@ class Paged:
     written_bytes: int  # to the tier
     read_bytes: int  # back
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that it writes and reads."""
+        return self.written_bytes + self.read_bytes
+
 
 class Full(Exception):
     """Nothing can leave."""
@@ -317,5 +322,5 @@ def run_cycle(
         return Run(name, budget_bytes, False, [], 0, 0.0, trace.seconds, 0.0, why, least_bytes=least)
     return Run(
         name, budget_bytes, True, list(made.steps), made.peak_bytes, made.seconds, trace.seconds, made.seconds - trace.seconds,
-        away=made.away, clean=made.clean, moved_bytes=made.written_bytes + made.read_bytes, least_bytes=least,
+        away=made.away, clean=made.clean, moved_bytes=made.moved_bytes, least_bytes=least,
     )  # fmt: skip

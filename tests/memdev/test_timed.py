@@ -89,6 +89,14 @@ def test_the_rate_of_the_link_is_not_that_of_its_first_copies() -> None:
     assert seen["rate"] == pytest.approx(seen["table"], rel=0.02)
 
 
+def test_the_rate_of_the_link_is_the_time_of_its_copies_over_their_bytes() -> None:
+    """Small copies take longer for each byte, and move few."""
+    step = trained("gpt")["limited"]
+    assert step["out"] > 0 < step["in"]
+    assert step["rates"]["write_seconds_per_byte"] == pytest.approx(step["out"] / step["out_bytes"], rel=0.02)
+    assert step["rates"]["read_seconds_per_byte"] == pytest.approx(step["in"] / step["in_bytes"], rel=0.02)
+
+
 def test_code_that_is_bound_by_its_launches_pays_for_few_calls() -> None:
     """memmgr's own computing takes no virtual time: its cost is measured on a CPU (docs/benchmarks.md)."""
     ops = 800

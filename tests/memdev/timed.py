@@ -96,6 +96,7 @@ def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, s
         out["passes"], out["planned"] = (after[key] - before[key] for key in ("passes", "planned_passes"))
         out["peak"], out["committed_peak"] = after["resident_bytes.peak"], after["committed_bytes.peak"]
         out["budget"], out["plans"] = after["budget_bytes"], after["plans"]
+        out["rates"] = binding.load().link()
         made = mm._runtime.plans.latest() if mm._runtime else None
         out["predicted"] = made.overhead if made is not None else None
         out["plan errors"] = mm._runtime.plans.errors() if mm._runtime else []

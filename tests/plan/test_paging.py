@@ -135,6 +135,17 @@ def test_below_what_an_op_touches_nothing_is_said_to_fit() -> None:
     assert not plan(trace, least(trace) - 1, link=LINK).feasible
 
 
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_no_block_is_written_that_stays_in_memory(share: float) -> None:
+    """Both ways of the link are free for each other, so a write that is for nothing would cost no time."""
+    link = TierLink("host", 1000.0, 1000.0)
+    for seed in range(20):
+        trace = Training(10, seed).trace()
+        budget = int(least(trace) + share * (trace.unmanaged_peak[0] - least(trace)))
+        made = paged(trace, budget, link)
+        assert made is not None and made.written_bytes <= made.read_bytes, seed
+
+
 def test_a_cycle_scans_its_states_once() -> None:
     """LRU would miss all of it: as many blocks as possible stay, and the streamed ones are read once and written once."""
     trace = Training(24, seed=3).trace()

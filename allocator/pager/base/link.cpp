@@ -6,28 +6,43 @@
 
 namespace memmgr::pager {
 
-static std::atomic<double> write_link{1e-9}, read_link{1e-9}, cpu_link{1e-10};
+namespace {
+
+struct Rate {
+  std::atomic<double> seconds_per_byte;
+  double mean_bytes OF_GRAPH = 0;  // of the latest copies; 0: there was none
+};
+
+Rate write_link{1e-9}, read_link{1e-9}, cpu_link{1e-10};
+
+// The rate becomes the time of the latest copies over their bytes: a small copy, which takes longer for each byte,
+// counts for as little as it moves.
+void note_copy_locked(Rate& rate, uint64_t nbytes, uint64_t ns) REQUIRES(graph_lock()) {
+  if (nbytes == 0) return;
+  constexpr double kWeight = 1.0 / 32;
+  const double before = rate.seconds_per_byte.load(std::memory_order_relaxed);
+  const auto bytes = static_cast<double>(nbytes);
+  // A copy during a burst of the other direction, or of a thread that did not run, predicts little.
+  const double seconds = std::clamp(static_cast<double>(ns) * 1e-9, before * bytes / 4, before * bytes * 4);
+  const double of_mean = (1 - kWeight) * (rate.mean_bytes > 0 ? rate.mean_bytes : bytes);
+  rate.mean_bytes = of_mean + kWeight * bytes;
+  rate.seconds_per_byte.store((of_mean * before + kWeight * seconds) / rate.mean_bytes, std::memory_order_relaxed);
+}
+
+}  // namespace
 
 Link link() {
-  return {write_link.load(std::memory_order_relaxed), read_link.load(std::memory_order_relaxed),
-          cpu_link.load(std::memory_order_relaxed)};
+  return {write_link.seconds_per_byte.load(std::memory_order_relaxed),
+          read_link.seconds_per_byte.load(std::memory_order_relaxed),
+          cpu_link.seconds_per_byte.load(std::memory_order_relaxed)};
 }
 
 void set_link(double seconds_per_byte) {
-  write_link.store(seconds_per_byte);
-  read_link.store(seconds_per_byte);
+  write_link.seconds_per_byte.store(seconds_per_byte);
+  read_link.seconds_per_byte.store(seconds_per_byte);
 }
 
-void set_link_cpu(double seconds_per_byte) { cpu_link.store(seconds_per_byte); }
-
-static void note_link(std::atomic<double>& figure, uint64_t nbytes, uint64_t ns) {
-  if (nbytes == 0) return;
-  const double before = figure.load(std::memory_order_relaxed);
-  const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
-  // A copy during a burst of the other direction, or of a thread that did not run, predicts little.
-  const double likely = std::clamp(now, before / 4, before * 4);
-  figure.store(before + (likely - before) / 32, std::memory_order_relaxed);
-}
+void set_link_cpu(double seconds_per_byte) { cpu_link.seconds_per_byte.store(seconds_per_byte); }
 
 // Measured by the tier's own clock, so that copies that no thread waits for count, too.
 void note_link_locked(mm_tier* tier) {
@@ -40,9 +55,9 @@ void note_link_locked(mm_tier* tier) {
       now.read_bytes < seen.read_bytes)
     return;  // another tier
   const uint64_t written = now.written_bytes - seen.written_bytes, read = now.read_bytes - seen.read_bytes;
-  note_link(write_link, written, now.write_nanoseconds - seen.write_nanoseconds);
-  note_link(read_link, read, now.read_nanoseconds - seen.read_nanoseconds);
-  note_link(cpu_link, written + read, now.cpu_nanoseconds - seen.cpu_nanoseconds);
+  note_copy_locked(write_link, written, now.write_nanoseconds - seen.write_nanoseconds);
+  note_copy_locked(read_link, read, now.read_nanoseconds - seen.read_nanoseconds);
+  note_copy_locked(cpu_link, written + read, now.cpu_nanoseconds - seen.cpu_nanoseconds);
 }
 
 }  // namespace memmgr::pager
