@@ -1,6 +1,6 @@
 """How long a step takes at least under a budget, with a link to a tier: a linear program over time.
 
-    python tools/bench/studies/link_bound.py pass.trace.gz --budget 5.67GB --budget 4.3GB --seconds 0.0325
+    python tools/bench/studies/link_bound.py pass.trace.gz --budget 5.67GB --budget 4.3GB --outside 0.00235
 
 The trace is of a pass in which the link was measured (`memmgr trace`, or `"trace"` of a run of tools/gpu/train.py). The
 printed bound holds for every schedule, of memmgr and of any other system, that runs these ops in their order.
@@ -20,8 +20,8 @@ Source: the relaxation of `policies/plan/bound.py`, with the link's time; not fr
 
 *Known limitations*: a relaxation, so it may lie below every schedule: between those moments an op that runs again finds its
 inputs in memory, bytes may be written as soon as the stretch begins in which they are made, copies have no latency, blocks
-have no addresses. Storages below 64 KiB and tensors that change their size count nothing. Ops that are in no trace take no
-time; with --seconds their time is spread over the others. A minute a budget for 830 ops.
+have no addresses. Storages below 64 KiB and tensors that change their size count nothing. Kernels of no op of the
+trace take no time, but for those of --outside. A minute a budget for 830 ops.
 """
 
 from __future__ import annotations
@@ -355,14 +355,18 @@ def main() -> None:
     parser.add_argument("trace", type=Path, help="of a pass with a measured link")
     parser.add_argument("--budget", action="append", required=True, help="a size, or a share of the need: 50%%")
     parser.add_argument(
-        "--seconds",
+        "--outside",
         type=float,
-        help="time of a step without a budget; its part that no op of the trace has is spread over them",
+        default=0.0,
+        metavar="SECONDS",
+        help="of kernels before the first op that the trace does not have: an optimizer's, for small tensors",
     )
     args = parser.parse_args()
     trace = read_trace(args.trace)
-    longer = args.seconds / trace.seconds if args.seconds else 1.0
-    trace = replace(trace, ops=tuple(replace(op, seconds=op.seconds * longer) for op in trace.ops))
+    first = next((i for i, op in enumerate(trace.ops) if op.kind is not OpKind.CONSTANT), 0)
+    ops = list(trace.ops)
+    ops[first] = replace(ops[first], seconds=ops[first].seconds + args.outside)
+    trace = replace(trace, ops=tuple(ops))
     if not trace.links:
         parser.error(f"{args.trace}: no link was measured")
     need = trace.unmanaged_peak[0]
