@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .leaks import CYCLE
 from .memory_inventory import has_graph, live_nodes, raw_saved
 from .source_lines import show, skipped_folders
 
@@ -33,7 +34,6 @@ SECONDS = 3.0
 _DEPTH = 12
 _WIDTH = 2000
 """Objects of one level of a search; more are the referrers of something that everything refers to."""
-CYCLE = "a reference cycle"
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 
 

@@ -379,7 +379,7 @@ class PagerRuntime:
             seen = {**final, "escaped_bytes": self.passes.escaped_bytes} if self.passes.count else final
             left = slowness.lines(seen, binary=binary, reason=why, leaks=leaks, ended_by=self.ended_by)
         elif leaks:
-            left = [*left, slowness.HELPS + slowness.LEAKED]
+            left = [*left, slowness.end_of_leak(leaks)]
         return [*leaks, *filter(None, [self._kept]), *left, *self._graphs.lines(binary=binary)]
 
     def process_ends(self) -> None:
@@ -463,7 +463,7 @@ class PagerRuntime:
         if self._nameless():
             self._name_leaks()
         now = self.native.stats()
-        if now["evictions"] or now["offloads"]:
+        if not self.config.quiet and (now["evictions"] or now["offloads"]):
             self._kept = self._explain.kept(graphs=True)
 
     def _nameless(self) -> bool:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +28,8 @@ from memmgr.api import budget as budgets
 from memmgr.native import binding as native
 from memmgr.observe import holdings, source_lines
 from memmgr.observe.holdings import Explanation
-from memmgr.observe.leaks import PASSES, TOLD_PASSES, Leaks
+from memmgr.observe.leaks import PASSES, TOLD_PASSES, Leak, Leaks
+from memmgr.observe.slowness import end_of_leak
 from memmgr.observe.source_lines import show
 
 from .test_told_leaks import train
@@ -324,6 +326,12 @@ def _in_rings(keep: Callable[[_Ring], None]) -> list[str | None]:
 @pytest.mark.usefixtures("no_collection")
 def test_a_leak_in_a_reference_cycle_is_told_as_one() -> None:
     assert _in_rings(lambda ring: None) == ["in a reference cycle of `_Ring`, which gc.collect() frees"]
+
+
+def test_beside_a_reference_cycle_no_other_way_to_keep_less_is_advised() -> None:
+    leak = Leak(1.0, 9, 0, 1, None, ("aten::mm",), kept="in a reference cycle of `_Ring`, which gc.collect() frees")
+    assert "loss.item()" not in end_of_leak([leak.text()])
+    assert "loss.item()" in end_of_leak([replace(leak, kept="in the list `losses` of train.py").text()])
 
 
 @pytest.mark.usefixtures("no_collection")
