@@ -159,13 +159,13 @@ class Explainer:
         return self._error(words, self._held_bytes(census), census, there_bytes=there_bytes)
 
     def kept(self, known: list[torch.Tensor] | None = None, *, graphs: bool = False) -> str:
-        """Sentences about the results that a loop without a backward keeps; empty: there are few.
+        """Sentences about the results that a loop without a backward keeps, a validation for one; empty: there are few.
 
         Args:
             known: the tensors of Python, where they have been searched for.
             graphs: only results that keep their graphs count.
         """
-        if self._passes.count or self._passes.in_backward:
+        if self._passes.in_backward or (self._passes.count and torch.is_grad_enabled()):
             return ""
         known = self._native.objects_of((torch.Tensor,)) if known is None else known
         found = kept_results(self._native, known, self._lines())

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .leaks import CYCLE
 from .memory_inventory import has_graph, live_nodes, raw_saved
+from .slowness import CYCLE
 from .source_lines import show, skipped_folders
 
 if TYPE_CHECKING:

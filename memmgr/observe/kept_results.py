@@ -27,13 +27,14 @@ class KeptResults:
     """Tensors that one line has made, or one that has grown there.
 
     Attributes:
-        origin: the line, or the op where it is not known.
+        line: the line that made them; None: it is not known.
+        op: the op.
         count: tensors; 0: one tensor that its op makes anew and larger each time.
         bytes: theirs.
         graphs: of them, those that keep a graph of their own.
     """
 
-    origin: SourceLine | str
+    line: SourceLine | None
     op: str
     count: int
     bytes: int
@@ -46,11 +47,10 @@ class KeptResults:
     def text(self, device: torch.device, *, binary: bool = False) -> str:
         """The kept results, and how to keep less, in whole sentences."""
         op, size = self.op.removeprefix("aten::"), show_size(self.bytes, binary=binary)
+        where = f"{self.line} ({op})" if self.line else op
         if not self.count:
-            return (
-                f"One tensor grows with each call of {self.origin} ({op}), by {size} so far: a longer loop needs more."
-            )
-        made = f"{self.count} results of {self.origin} ({op}) are kept: {size}"
+            return f"One tensor grows with each call of {where}, by {size} so far: a longer loop needs more."
+        made = f"{self.count} results of {where} are kept: {size}"
         if self.keeps_graphs:
             return (
                 f"{made}, and the graph of each with all that it has saved. Where no backward follows use torch.no_grad() or "
@@ -84,10 +84,11 @@ def kept_results(
         if row["storage"] in graphs and row["op"] and not row["backward"] and row["purpose"] == Purpose.OTHER:
             sums[row["op"], row["line"]].append((row["bytes"], graphs[row["storage"]]))
     found = [
-        KeptResults(lines[line] or op, op, len(each), sum(size for size, _ in each), sum(graph for _, graph in each))
+        KeptResults(lines[line], op, len(each), sum(size for size, _ in each), sum(graph for _, graph in each))
         for (op, line), each in sums.items()
         if len(each) > MOST_AT_ONCE
     ]
     for cell in native.grown(MOST_AT_ONCE):
-        found.append(KeptResults(lines[cell["line"]] or cell["op"], cell["op"], 0, cell["bytes"]))
-    return max(found, key=lambda each: each.bytes, default=None)
+        found.append(KeptResults(lines[cell["line"]], cell["op"], 0, cell["bytes"]))
+    # Beside results that keep graphs, data may be there that only these have saved.
+    return max(found, key=lambda each: (each.keeps_graphs, each.bytes), default=None)

@@ -29,8 +29,6 @@ TOLD_OF_LIMIT = 0.1
 """A leak that holds this share of the budget is told while the run goes on."""
 TOLD_OF_NEED, TOLD_PASSES = 0.05, 8
 """So is one that holds this share of all that the run needs, after so many passes: by then a short cache is full."""
-CYCLE = "a reference cycle"
-"""A leak's keeper, where no variable leads to it."""
 MARKED = 2
 """The passes of birth from which on the op's tensors are recorded with their source lines."""
 

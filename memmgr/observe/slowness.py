@@ -11,7 +11,6 @@ from typing import Any
 from memmgr.config.sizes import UNLIMITED, show_size
 
 from .advice import WORTH_SAYING, advice, handed_out, more_budget, states_change
-from .leaks import CYCLE
 
 WHERE = "where the time went: "
 REMOVED = 0.8
@@ -139,6 +138,8 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
 
 
 HELPS = "what would help most: "
+CYCLE = "a reference cycle"
+"""A leak's keeper, where no variable leads to it."""
 LEAKED = "an end of the leak: more budget only delays it"
 KEEP_NUMBERS = ". Keep numbers, as loss.item() makes them, and not the tensor"
 

@@ -255,6 +255,18 @@ def test_an_inference_that_keeps_its_results_is_told_how_to_keep_less(graph: boo
     assert ("write each to a file" in line) != graph
 
 
+def test_a_validation_that_keeps_its_results_is_told_so_after_passes_of_training() -> None:
+    model, _ = _model()
+    kept: list[torch.Tensor] = []
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget("5MB", device="cpu", disk=False, quiet=True):
+        for _ in range(6):
+            model(torch.randn(256, 64)).square().mean().backward()
+        with torch.no_grad():
+            for _ in range(300):
+                kept.append(model(torch.randn(256, 64)))
+    assert re.search(r"^\d+ results of .*addmm\)? are kept: .* write each to a file", str(caught.value), re.M)
+
+
 def test_the_summary_of_an_inference_that_keeps_graphs_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = _model()
     with memmgr.budget("3MB", device="cpu"):
