@@ -194,9 +194,10 @@ def test_a_tensor_that_grows_by_cat_is_told_as_a_leak_within_twelve_steps(
 @pytest.mark.usefixtures("every_pass")
 @pytest.mark.parametrize("reset", [1, 5, 8])
 def test_a_cache_that_is_reset_is_no_leak(reset: int, capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[list[dict[str, Any]]] = []
     with memmgr.budget(None, device="cpu") as mm:
-        grow(31, reset)
-        assert not mm.leaks
+        grow(31, reset, lambda: found.append(mm.leaks))
+    assert not any(found[reset + 1 :])  # the first sequence may be one
     assert "a leak" not in capsys.readouterr().err
 
 
