@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 # Instead of typing's: its import would take most of the time before an interrupt of the command is one line.
@@ -99,3 +100,7 @@ def _torch_is_loading() -> bool:
 _wanted = not _torch_is_loading()
 if _wanted and "torch" in sys.modules:
     _install()
+if _wanted and "MEMMGR_BUDGET" not in os.environ and ("MEMMGR_CONF" in os.environ or "MEMMGR_DISK" in os.environ):
+    from .config.conf import warn_if_wrong
+
+    warn_if_wrong()

@@ -418,8 +418,9 @@ class budget:
         """The leaks that go on, or went on at the end, the largest first. `assert not mm.leaks` fails a test on a leak: after ten
         steps or more, while its tensors live.
 
-        Each is a dict: `file` and `line`, which made most of its tensors; `bytes_per_step`; `since_step`, from 1; `bytes`, of
-        them `absent_bytes`; `ops`; `module`; `kept`, the variable that keeps them, in words. None: not known.
+        Each is a dict: `file` and `line`, which made most of its tensors; `caller`, the program's line that led there, where
+        that is a library's; `bytes_per_step`; `since_step`, from 1; `bytes`, of them `absent_bytes`; `ops`; `module`; `kept`, the
+        variable that keeps them, in words. None: not known.
         """
         return [] if self._runtime is None else self._runtime.leaks()
 
@@ -492,7 +493,8 @@ def explain(top: int = 10) -> Explanation:
 
     `print(memmgr.explain())` shows tables. A leak is memory that outlives its pass in one pass after the other; after five
     of them it is in `leaks`, with its line, and with the variable that keeps its oldest tensors now. The largest holders have
-    theirs as well, where it is known: a global or local variable, an attribute, a closure, a class, or autograd for these.
+    theirs as well, where it is known: a global or local variable, an attribute, a closure, a class, or autograd for these; or a
+    reference cycle. A line of a library has the program's line beside it that led there.
 
     Args:
         top: rows that each table shows.

@@ -226,6 +226,30 @@ def check_conf() -> None:
         refuse_or_warn("MEMMGR_CONF: " + str(error).removeprefix("MEMMGR_CONF: "))
 
 
+def warn_if_wrong() -> None:
+    """A line where MEMMGR_CONF or MEMMGR_DISK makes no sense, at a program's `import memmgr` without a budget, which would refuse
+    them.
+
+    None from the command, which looks at the variables itself, nor from processes that a program starts from Python
+    (`multiprocessing`), which have its variables. Where torch is there it has checked MEMMGR_CONF (`check_conf`).
+    """
+    if os.path.basename(getattr(sys, "argv", [""])[0]) in ("memmgr", "-m"):
+        return
+    wrong = []
+    try:
+        parse_conf("" if "torch" in sys.modules else os.environ.get("MEMMGR_CONF", ""))
+    except ValueError as error:
+        wrong.append("MEMMGR_CONF: " + str(error).removeprefix("MEMMGR_CONF: "))
+    folder = os.environ.get("MEMMGR_DISK")
+    if folder and not os.path.isdir(folder):
+        wrong.append(f"MEMMGR_DISK: {folder!r} is not a folder")
+    parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
+    if wrong and parent is None:
+        from memmgr.common.say import say
+
+        say("; ".join(wrong))
+
+
 def refuse_or_warn(why: str) -> None:
     """Ends the process where a variable makes no sense; with `strict:off` it is a warning.
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 UNLIMITED = 2**64 - 1
 """A budget that is none, in bytes: as the core has it (`MM_UNLIMITED`)."""
 
+LARGEST = 2**63 - 1
+"""The largest size, in bytes: no machine has addresses for more."""
+
 SMALL_BYTES = 64 << 10
 """Smaller storages are counted and never paged: evicting and restoring one costs more than the room that it makes."""
 
 _UNITS: dict[str, int] = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGTP", start=1):
+for _power, _letter in enumerate("KMGTPE", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
     _UNITS[_letter + "I"] = _UNITS[_letter + "IB"] = 1024**_power
 
@@ -24,8 +27,8 @@ NO_LIMIT = '"none" (no limit)'
 SMALLEST_BARE = 2**16
 """A number without a unit below this is taken for one that lost its unit: nothing that torch does fits into less."""
 
-_DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_BINARY = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+_DECIMAL = (("EB", 1e18), ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_BINARY = (("EiB", 2.0**60), ("PiB", 2.0**50), ("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 def _accepted(whole: int | None, *more: str) -> str:
@@ -49,8 +52,9 @@ def parse_size(
 ) -> int:
     """Bytes from an int or a string.
 
-    A string is NUMBER [blank] UNIT, or a percentage. NUMBER has digits, with at most one point; `_` is ignored. UNIT is missing
-    or "B", or one of K, M, G, T, P: alone or with "B" for powers of 1000, with "I" or "IB" for powers of 1024. Case does not
+    A string is NUMBER [blank] UNIT, or a percentage. NUMBER has digits, with at most one point, and may have an exponent
+    (`1e3`); `_` is ignored. UNIT is missing
+    or "B", or one of K, M, G, T, P, E: alone or with "B" for powers of 1000, with "I" or "IB" for powers of 1024. Case does not
     matter. `is_binary` tells if a text has a unit of 1024.
 
     Args:
@@ -60,10 +64,10 @@ def parse_size(
         more: other forms that the caller accepts, for the error.
 
     Returns:
-        Bytes, at least 1.
+        Bytes, from 1 to `LARGEST`.
 
     Raises:
-        SizeError: not a size, or not positive; the text shows the accepted forms.
+        SizeError: not a size, not positive, or too large; the text shows the accepted forms.
         ValueError: not a size, and the text has a guess: at one that is misspelt, or at a forgotten unit.
         TypeError: not an int or a string.
     """
@@ -76,11 +80,11 @@ def parse_size(
         if isinstance(value, float) and not value.is_integer():
             raise SizeError(f"{what}: {value!r} is not a whole number of bytes", accepted)
         _refuse_bare(value, what)
-        return int(value)
+        return _checked(int(value), value, what, accepted)
     text = value.strip().replace("_", "")
     if not text:
         raise SizeError(f"{what}: {value!r} is empty", accepted)
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)", text)
+    match = re.fullmatch(r"(-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z%]*)", text)
     if not match:
         raise _unreadable(f"{what}: cannot read {value!r} as a size", text, accepted)
     number, unit = float(match[1]), match[2]
@@ -93,11 +97,18 @@ def parse_size(
     factor = _UNITS.get(unit.upper())
     if factor is None:
         raise _unreadable(f"{what}: unknown unit {unit!r} in {value!r}", text, accepted)
-    size = int(match[1]) if not unit and match[1].isdigit() else int(number * factor)
+    # A float may be infinite.
+    size = int(match[1]) if not unit and match[1].isdigit() else int(min(number * factor, 2.0 * LARGEST))
     if size <= 0:
         raise SizeError(f"{what}: {value!r} is not a positive size", accepted)
     if not unit:
         _refuse_bare(number, what)
+    return _checked(size, value, what, accepted)
+
+
+def _checked(size: int, given: object, what: str, accepted: str) -> int:
+    if size > LARGEST:
+        raise SizeError(f"{what}: {given!r} is more than any machine has ({show_size(LARGEST)} at most)", accepted)
     return size
 
 
@@ -130,11 +141,13 @@ def parse_limit(
     what: str = "budget",
     more: tuple[str, ...] = (NO_LIMIT,),
 ) -> int:
-    """As `parse_size`, of a limit: `None` and `"none"` are no limit.
+    """As `parse_size`, of a limit: `None`, `"none"` and `UNLIMITED` are no limit.
 
     Returns bytes; `UNLIMITED` for no limit. Raises `ValueError`, `TypeError`: as `parse_size`.
     """
-    return UNLIMITED if value is None or is_none(value) else parse_size(value, whole=whole, what=what, more=more)
+    if value is None or is_none(value) or value == UNLIMITED:
+        return UNLIMITED
+    return parse_size(value, whole=whole, what=what, more=more)
 
 
 def parse_host(value: int | str, what: str = "host") -> int:

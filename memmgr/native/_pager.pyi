@@ -144,12 +144,29 @@ class Survivors(TypedDict):
     absent_bytes: int
     places: list[SurvivingPlace]
 
+class GrownCell(TypedDict):
+    """A cell that its op makes anew from its own earlier result, larger each time.
+
+    `bytes`: those that it has grown by. `since`, `last`: the passes of the first one and of this one. `growths`: the
+    passes in which it grew.
+    """
+
+    op: str
+    bytes: int
+    absent: bool
+    line: int
+    module: int
+    since: int
+    last: int
+    growths: int
+
 class RecordedLine(TypedDict):
-    """A source line of the program."""
+    """A source line. `caller`: of a line of a library, the number of the program's own line that led there; 0: none."""
 
     file: str
     line: int
     function: str
+    caller: int
 
 class StorageInfo(TypedDict):
     """A storage. `storage`: its address. `held_bytes`: in memory. `counted`: by the budget already."""
@@ -534,8 +551,14 @@ class Pager:
         States are left out. An op with `mark` passes of birth is marked: further cells of it have lines.
         """
 
-    def take_lines(self, lines: Lines, log: bool, folders: tuple[str, ...]) -> None:
-        """Which ops are recorded with their source lines, whether births are logged, and the folders whose functions are no line of the program..
+    def grown(self, mark: int, /) -> list[GrownCell]:
+        """Cells that have grown so often or more.
+
+        The op of one that did so in as many passes is marked: further cells of it have lines.
+        """
+
+    def take_lines(self, lines: Lines, log: bool, folders: tuple[str, ...], libraries: tuple[str, ...]) -> None:
+        """Which ops are recorded with their source lines, whether births are logged, the folders whose functions are no line, and those whose lines have the program's own line beside them..
 
 
         """

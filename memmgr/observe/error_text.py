@@ -208,6 +208,8 @@ class Spent:
         exports: tensors whose addresses others have.
         trains: gradients are recorded or made there.
         fixed: the memory that counts and is not torch's, by owner, with sizes; empty: there is little of it.
+        leak: a sentence about the largest leak, without its full stop; empty: there is none.
+        kept: sentences about the results that a loop keeps; empty: there are few.
     """
 
     first: str
@@ -228,6 +230,8 @@ class Spent:
     exports: Exports = Exports()  # frozen
     trains: bool = True
     fixed: str = ""
+    leak: str = ""
+    kept: str = ""
 
     def error(self) -> BudgetError:
         """The error: the request, the largest holders with the floor, and, written when it is read, a budget that should do."""
@@ -287,6 +291,10 @@ class Spent:
         if modules:
             said += f" (largest modules: {modules})"
         said = f"{said}. Floor so far: {show_floor(self.floor_bytes, binary=self.binary)}."
+        if self.leak:
+            said += f"\n{self.leak[0].upper()}{self.leak[1:]}. More budget only delays this error."
+        elif self.kept:
+            said += f"\n{self.kept}"
         exports, more = self.exports, ""
         if not exports.grow:
             return said
@@ -401,9 +409,10 @@ class Spent:
         rest = "what comes after it is not known" if coming.call else ""
         if exports.grow and exports.left is None:
             rest = "a loop that makes still more needs more"
-        use = (
-            (f"this call of {coming.call}" if coming.call else "a whole step") + them + (f"; {rest}." if rest else ".")
-        )
+        if self.leak:
+            rest = rest or "later ones need more"
+        what = f"this call of {coming.call}" if coming.call else "this step" if self.leak else "a whole step"
+        use = what + them + (f"; {rest}." if rest else ".")
         if not coming.call and not coming.rehearsed and coming.op_bytes > self.floor_bytes:
             use += " Part of it is a margin for the ops of the backward that have not run."
         return use

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +26,12 @@ from .error_text import (
     is_full,
     torchs_own_words,
 )
+from .kept_results import kept_results
 from .loops import Loop, loop_around
 from .memory_inventory import Census, holders, missing_states, states_below, step_bytes, update_bytes
 from .passes import Passes
 from .rehearsal import Rehearsal, in_step, module_call, transformed
+from .source_lines import SourceLine
 
 if TYPE_CHECKING:
     from memmgr.native._pager import Pager
@@ -77,6 +79,8 @@ class Explainer:
     Args:
         happened: told of each, while `detail` says that somebody looks (`Telemetry.happened`).
         compiled: the compiled model that the calling thread is in, by its name; empty: none.
+        leak: a sentence about the largest leak; empty: there is none.
+        lines: source lines by their numbers.
 
     Attributes:
         refused: a request has found no room since the last whole pass.
@@ -90,6 +94,8 @@ class Explainer:
         happened: Callable[..., None],
         detail: Callable[[], bool],
         compiled: Callable[[], str] = lambda: "",
+        leak: Callable[[], str] = lambda: "",
+        lines: Callable[[], Sequence[SourceLine | None]] = lambda: (),
     ) -> None:
         self._asked = asked
         self._native = native
@@ -97,6 +103,8 @@ class Explainer:
         self._happened = happened
         self._detail = detail
         self._compiled = compiled
+        self._leak = leak
+        self._lines = lines
         self.refused = False
         self._patches = Patches()
         # Pairs of the allocator's text and the error, of all threads.
@@ -150,6 +158,21 @@ class Explainer:
         words = out_of_memory_words(self._asked.device)
         return self._error(words, self._held_bytes(census), census, there_bytes=there_bytes)
 
+    def kept(self, known: list[torch.Tensor] | None = None, *, graphs: bool = False) -> str:
+        """Sentences about the results that a loop without a backward keeps, a validation for one; empty: there are few.
+
+        Args:
+            known: the tensors of Python, where they have been searched for.
+            graphs: only results that keep their graphs count.
+        """
+        if self._passes.in_backward or (self._passes.count and torch.is_grad_enabled()):
+            return ""
+        known = self._native.objects_of((torch.Tensor,)) if known is None else known
+        found = kept_results(self._native, known, self._lines())
+        if found is None or (graphs and not found.keeps_graphs):
+            return ""
+        return found.text(self._asked.device, binary=self._asked.binary)
+
     def _error(
         self,
         first: str,
@@ -182,6 +205,8 @@ class Explainer:
             exports=self._exports(now, loop_around(census)),
             trains=self._trains(),
             fixed=fixed_memory(now, self._asked.limit_bytes, binary=self._asked.binary),
+            leak=self._leak(),
+            kept=self.kept(census.objects_of((torch.Tensor,))),
         ).error()
 
     def _trains(self) -> bool:

@@ -47,6 +47,11 @@ FIGURES: tuple[Figure, ...] = (
         "gauge",
         "the most that torch held on the device at once, since the limit was set where it is a share of the need",
     ),
+    Figure(
+        "measuring_bytes.peak",
+        "gauge",
+        "the most that torch held in the passes that measured the need, before the limit was set; 0 without such passes",
+    ),
     Figure("unmanaged_peak_bytes", "gauge", "the most that it would have held without memmgr"),
     Figure("floor_bytes", "gauge", "the smallest budget that the run could have had so far"),
     Figure(

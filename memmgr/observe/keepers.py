@@ -1,8 +1,9 @@
 """The variables that keep tensors alive: `the list losses of train.py`, found from the tensors upwards.
 
 Python's garbage collector lists the objects that refer to an object. The search goes from a tensor through containers and
-objects up to a global variable of a module, a local variable of a running function, a class or a closure. Only such a path
-is an answer. Tensors that no object of Python refers to are looked for among those that autograd has saved.
+objects up to a global variable of a module, a local variable of a running function, a class or a closure. Such a path is an
+answer. So are objects that only they themselves refer to: a reference cycle. Tensors that no object of Python refers to are
+looked for among those that autograd has saved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import inspect
 import sys
 import time
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .memory_inventory import live_nodes, raw_saved
+from .memory_inventory import has_graph, live_nodes, raw_saved
+from .slowness import CYCLE
 from .source_lines import show, skipped_folders
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class Keepers:
             if id(tensor) in paths:
                 self._found.setdefault(self._storage(tensor), f"in {paths[id(tensor)]}")
         if left := set(storages) - self._found.keys():
-            self._find_saved([one for one in everything if _has_graph(one)], left)
+            self._find_saved([one for one in everything if has_graph(one)], left)
 
     def _storage(self, tensor: torch.Tensor) -> int:
         info = self._native.storage_info(tensor)
@@ -102,8 +104,9 @@ class Keepers:
                     holders.setdefault(storage, tensor)
         paths = self._paths(list({id(tensor): tensor for tensor in holders.values()}.values()))
         for storage, tensor in holders.items():
-            found = paths.get(id(tensor))
-            of = f"{'tensors in ' * found.startswith('the ')}{found}" if found else "a graph whose holder is not known"
+            found = paths.get(id(tensor), "")
+            several = found.startswith(("the ", CYCLE))
+            of = f"{'tensors in ' * several}{found}" if found else "a graph whose holder is not known"
             self._found[storage] = f"by autograd, for {of}"
 
     def _referred(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -142,6 +145,10 @@ class Keepers:
                 break
             level = self._next(level, above, seen)
             alive += level
+        if not level:  # all referrers are known
+            for one in targets:
+                if id(one) not in found and (path := _cycle(one, above, alive)):
+                    found[id(one)] = path
         return found
 
     def _next(self, level: list[Any], above: dict[int, list[Any]], seen: set[int]) -> list[Any]:
@@ -193,11 +200,34 @@ class Keepers:
         return found
 
 
-def _has_graph(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.grad_fn is not None
-    except RuntimeError:
-        return False
+def _cycle(target: torch.Tensor, above: dict[int, list[Any]], alive: list[Any]) -> str:
+    """The reference cycle that keeps a tensor, in words; empty: there is none, or something else refers to it as well.
+
+    Args:
+        target: the tensor.
+        above: by the id of an object, those that refer to it.
+        alive: the objects of the search, each once.
+    """
+    keeping: dict[int, Any] = {}
+    queue: deque[Any] = deque([target])
+    while queue:
+        for referrer in above.get(id(queue.popleft()), ()):
+            if id(referrer) not in keeping and referrer is not target:
+                keeping[id(referrer)] = referrer
+                queue.append(referrer)
+    within = Counter(id(child) for one in (*keeping.values(), target) for child in gc.get_referents(one))
+    ours = Counter(id(one) for each in above.values() for one in each)
+    ours.update(map(id, alive))
+    referrer = None
+    keeping[0] = object()  # nothing else refers to it, as to those of a cycle
+    others = {key: sys.getrefcount(one) - within[key] - ours[key] for key, one in keeping.items()}
+    del keeping[0]
+    if not keeping or any(others[key] > others[0] for key, one in keeping.items() if not _is(one, torch.Tensor)):
+        return ""
+    objects = [one for one in keeping.values() if not _is(one, (*_CONTAINERS, types.CellType))]
+    one = next(iter(objects or keeping.values()))
+    name = f"{one.__qualname__}()" if _is(one, types.FunctionType) else type(one).__qualname__
+    return f"{CYCLE} of `{name}`, which gc.collect() frees"
 
 
 def _globals() -> dict[int, _Root]:

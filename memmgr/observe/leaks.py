@@ -1,8 +1,11 @@
-"""Finds leaks: tensors of an op that outlive their pass, in one pass after the other.
+"""Finds leaks: tensors of an op that outlive their pass, in one pass after the other, and one tensor that grows in each.
 
 A budget hides a leak: it does not end in an error, each step only moves more bytes than the step before. The measure is
 the number of passes from which tensors of the op still live. Parameters and optimizer states come from one pass or two,
 a buffer of the last n results from n; a leak's number grows without an end.
+
+`history = torch.cat([history, x])` frees the last pass's tensor. There the measure is the number of passes in which the op
+has made a larger tensor from its own result of an earlier pass. Batches that grow are not made from each other.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from memmgr.config.sizes import show_size
 from .source_lines import SourceLine
 
 if TYPE_CHECKING:
-    from memmgr.native._pager import Pager, SurvivingPlace
+    from memmgr.native._pager import GrownCell, Pager, SurvivingPlace
 
 PASSES = 5
 """The growths in a row, without a fall, after which it is called a leak."""
@@ -44,6 +47,7 @@ class Leak:
         module: the number of the module that made most of them; 0: it is not known.
         kept: the variable that keeps them, as in "in the list `losses` of train.py"; empty: it is not known; None: it was not
             looked for.
+        is_one: they are one tensor, which each pass makes anew and larger, as `torch.cat` does.
     """
 
     bytes_per_pass: float
@@ -54,6 +58,7 @@ class Leak:
     ops: tuple[str, ...]
     module: int = 0
     kept: str | None = None
+    is_one: bool = False
 
     @property
     def origin(self) -> SourceLine | str:
@@ -84,8 +89,9 @@ class Leak:
             made += f", {module[1:-1]}" if module.startswith("(") else f" in {module}"
         away = f", {size(self.absent_bytes)} of them evicted or offloaded" if self.absent_bytes else ""
         kept = "" if self.kept is None else f", kept {self.kept or 'by a variable that is not known'}"
+        one = "one tensor grows, " * self.is_one
         return (
-            f"a leak: +{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}){kept}; "
+            f"a leak: {one}+{size(self.bytes_per_pass)} a step since step {self.since_pass}, {where} ({made}){kept}; "
             f"{size(self.bytes)} so far{away}"
         )
 
@@ -98,6 +104,7 @@ class Leak:
         return {
             "file": self.line.file if self.line else None,
             "line": self.line.line if self.line else None,
+            "caller": str(self.line.caller) if self.line and self.line.caller else None,
             "bytes_per_step": round(self.bytes_per_pass),
             "since_step": self.since_pass,
             "bytes": self.bytes,
@@ -144,11 +151,33 @@ class _Growth:
         return (self.bytes - self.before) / (self.newest + 1 - self.first)
 
 
+@dataclass
+class _Chain:
+    """The history of an op whose result grows from its own last one."""
+
+    growths: int = 0  # so far, and of the longest that has ended: a cache is reset at the end of its sequence
+    longest: int = 0
+    now: GrownCell | None = None
+
+    def take(self, now: GrownCell | None) -> None:
+        growths = now["growths"] if now else 0
+        if growths < self.growths:
+            self.longest = max(self.longest, self.growths)
+        self.growths, self.now = growths, now
+
+    def is_leak(self, ended: int) -> bool:
+        if self.now is None or self.growths < max(PASSES, 2 * self.longest):
+            return False
+        every = (self.now["last"] - self.now["since"]) / self.growths
+        return ended - self.now["last"] <= 2 * max(1.0, every)
+
+
 class Leaks:
     """The leaks of one budget.
 
     Known limitations: tensors under 64 KiB, and loops without a backward, are not looked at. A history that is kept on
-    purpose is told like a leak, until it has reached its length.
+    purpose is told like a leak, until it has reached its length. A tensor that is copied into a larger one with
+    `new[:n] = old` is not seen to grow.
     """
 
     def __init__(self, native: Pager) -> None:
@@ -156,6 +185,7 @@ class Leaks:
         self._before = native.passes_ended()
         self._ended = self._before
         self._ops: dict[str, _Growth] = {}
+        self._chains: dict[str, _Chain] = {}
         self._kept: dict[SourceLine | str, str] = {}
         self._no_leaks: set[SourceLine | str] = set()
         self._lock = threading.Lock()  # the telemetry's thread reads
@@ -176,6 +206,14 @@ class Leaks:
             growth = self._ops.setdefault(row["op"], _Growth())
             growth.take(self._ended, row["births"], row["bytes"])
             growth.away, growth.places = row["absent_bytes"], row["places"]
+        grown: dict[str, GrownCell] = {}
+        for cell in self._native.grown(MARKED):  # of an op's several, the one that has grown in most passes
+            if cell["growths"] < MARKED:
+                continue
+            if cell["op"] not in grown or cell["growths"] > grown[cell["op"]]["growths"]:
+                grown[cell["op"]] = cell
+        for op in grown.keys() | self._chains.keys():
+            self._chains.setdefault(op, _Chain()).take(grown.get(op))
 
     def keep(self, found: Sequence[Leak], named: Sequence[Leak]) -> None:
         """Notes the variables that keep leaks, for later texts. A known variable stays where none is found now: a function that
@@ -198,7 +236,28 @@ class Leaks:
         """
         with self._lock:
             leaking = [(op, growth) for op, growth in self._ops.items() if growth.is_leak(self._ended)]
-            return self._by_line(leaking, known()) if leaking else []
+            chains = [chain.now for chain in self._chains.values() if chain.now and chain.is_leak(self._ended)]
+            if not leaking and not chains:
+                return []
+            lines = known()
+            leaks = [*self._by_line(leaking, lines), *(self._of_one(cell, lines) for cell in chains)]
+            growing = [leak for leak in leaks if leak.bytes_per_pass > 0 and leak.origin not in self._no_leaks]
+            return sorted(growing, key=lambda leak: -leak.bytes_per_pass)
+
+    def _of_one(self, cell: GrownCell, lines: Sequence[SourceLine | None]) -> Leak:
+        """The leak of a tensor that grows."""
+        line = lines[cell["line"]]
+        return Leak(
+            bytes_per_pass=cell["bytes"] / (cell["last"] - cell["since"]),
+            bytes=cell["bytes"],
+            absent_bytes=cell["bytes"] if cell["absent"] else 0,
+            since_pass=max(1, cell["since"] - self._before + 1),
+            line=line,
+            ops=(cell["op"],),
+            module=cell["module"],
+            kept=self._kept.get(line or cell["op"]),
+            is_one=True,
+        )
 
     def _by_line(self, leaking: list[tuple[str, _Growth]], lines: Sequence[SourceLine | None]) -> list[Leak]:
         by_line: dict[tuple[SourceLine | None, str], list[tuple[str, _Growth, int]]] = {}
@@ -224,5 +283,4 @@ class Leaks:
                     kept=self._kept.get(line or ops[0]),
                 )
             )
-        growing = [leak for leak in leaks if leak.bytes_per_pass > 0 and leak.origin not in self._no_leaks]
-        return sorted(growing, key=lambda leak: -leak.bytes_per_pass)
+        return leaks

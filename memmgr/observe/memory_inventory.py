@@ -55,6 +55,14 @@ def live_tensors(known: Iterable[torch.Tensor], device: torch.device | str) -> l
     return found
 
 
+def has_graph(tensor: torch.Tensor) -> bool:
+    """The tensor keeps the graph that made it."""
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view whose base was written to, for one
+        return False
+
+
 def live_nodes(known: Iterable[torch.Tensor]) -> list[Any]:
     """The nodes of every autograd graph that one of these tensors belongs to."""
     seen: set[int] = set()

@@ -45,7 +45,8 @@ class Passes:
     floor where the last backward began, and where it ended; `steps_before`: how often an optimizer had stepped by then.
     `escaped_bytes`: those whose addresses had been handed out for good where the last backward ended.
     `exports_grow`: tensors whose addresses others have were more where it ended than where the one before did.
-    `in_several_threads`: more than one has begun a backward.
+    `in_several_threads`: more than one has begun a backward. `measuring_peak`: the most that was on the device in the
+    passes before the limit was set, in bytes; 0: there were none.
     """
 
     def __init__(self, native: Pager, ended: Callable[[Pass], None], steps: Callable[[], int]) -> None:
@@ -62,11 +63,15 @@ class Passes:
         self.line: SourceLine | None = None  # that called the last backward
         self.seconds = 0.0
         self.checkpoint_seconds = 0.0
-        self.resident_peak = 0
+        self.resident_peak = self.measuring_peak = 0
         self.unmanaged_peak = 0
         self.forward_floor_bytes = self.backward_floor_bytes = self.steps_before = 0
         self._exports = self.escaped_bytes = 0
         self.exports_grow = False
+
+    def measured(self) -> None:
+        """The passes so far had no limit: they have a peak of their own."""
+        self.measuring_peak, self.resident_peak = self.resident_peak, 0
 
     @property
     def in_backward(self) -> bool:

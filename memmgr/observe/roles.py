@@ -40,11 +40,11 @@ class Purposes:
             zero, and not to None.
 
     Known limitations: models and optimizers are searched for when the budget opens; at passes 1, 2, 4, 8 ... once
-    memory has been short; when figures are read or the budget closes and a hundredth more is held than they explain;
-    and when a reader of the telemetry asks. A tensor made in between counts as other until then. For frequent readers
-    the search takes at most a hundredth of the time. Gradients are known at the end of their backward once memory has
-    been short, and when figures are read. They count as other while other threads train, and while their parameters are
-    not known.
+    memory has been short or figures have been read; when the budget closes and a hundredth more is held than they
+    explain; and when a reader of the telemetry asks. Before the first pass the figures search themselves, in ever fewer
+    of their calls. A tensor made in between counts as other until then. Gradients are known at the end of their backward
+    once memory has been short; they, and the states of known optimizers, are when figures are read, which takes at most
+    a hundredth of the time. They count as other while other threads train, and while their parameters are not known.
     """
 
     def __init__(self, native: Pager, backwards: Backwards) -> None:
@@ -55,16 +55,23 @@ class Purposes:
         self._gradients: dict[int, tuple[int, int]] = {}
         self._next = 0
         self._unknown = 0
-        self._rationed = Rationed(0.01, self.look_for_new), Rationed(0.01, self._look_at_gradients)
+        self._passes = 0
+        self._asked, self._next_asked = 0, 1  # how often figures were read
+        self._look_at_known = Rationed(0.01, self._name_what_is_known)
         self.kept_bytes = 0
 
     def ended_pass(self, count: int) -> None:
         """A backward has ended in this thread."""
-        if not self._native.arena_stats()["reclaims"]:
-            return
-        if count >= self._next:
+        self._passes = count
+        reclaims = self._native.arena_stats()["reclaims"]
+        if (reclaims or self._asked) and count >= self._next:
             self._next = 2 * count
-            self.look()
+            if reclaims:
+                self.look()
+            else:
+                self.look_for_new()
+        if not reclaims:
+            return
         found: dict[int, tuple[int, int]] = {}
         gradients: list[torch.Tensor] = []
         kept = 0
@@ -87,11 +94,17 @@ class Purposes:
         self._native.set_purpose(gradients, Purpose.GRADIENTS)
 
     def ask(self) -> None:
-        """Called when figures are read, which a loop may do for every batch."""
-        for look in self._rationed:
-            look()
+        """Called when figures are read, which a loop may do for every batch. A search goes over all objects of the process:
+        the ends of passes have it.
+        """
+        self._asked += 1
+        if not self._passes and self._asked >= self._next_asked and self.look_for_new():
+            self._next_asked = 2 * self._asked
+        self._look_at_known()
 
-    def _look_at_gradients(self) -> None:
+    def _name_what_is_known(self) -> None:
+        """Gradients and states of the models and optimizers that are known."""
+        self._name_states(self.owners())
         gradients = self._native.gradients_of(parameters_of(ref() for ref in self._owners))
         self._native.set_purpose([part for g in gradients for part in plain(g)], Purpose.GRADIENTS)
         self._unknown = min(self._unknown, self._held()[0])
@@ -105,21 +118,26 @@ class Purposes:
         """The models and optimizers that are known."""
         return [owner for owner in (ref() for ref in self._owners) if owner is not None]
 
-    def look_for_new(self) -> None:
+    def look_for_new(self) -> bool:
         """Finds them where more has come to stay since than they explain: a loop that opens a budget for every batch does not
-        pay for a look at each end, too."""
+        pay for a look at each end, too. Returns whether it looked."""
         unknown, known = self._held()
-        if unknown - self._unknown > known // 100:
+        found = unknown - self._unknown > known // 100
+        if found:
             self.look()
+        return found
 
     def know(self, owners: list[Any]) -> None:
         """These are the process's models and optimizers."""
-        optimizers = [owner for owner in owners if issubclass(type(owner), torch.optim.Optimizer)]
-        states = [tensor for _, _, tensor in model_states((), optimizers)]
         self._owners = [weakref.ref(owner) for owner in owners]
-        self._native.set_purpose([part for tensor in states for part in plain(tensor)], Purpose.OPTIMIZER_STATES)
+        self._name_states(owners)
         self._native.set_purpose([part for p in parameters_of(owners) for part in plain(p)], Purpose.PARAMETERS)
         self._unknown, _ = self._held()
+
+    def _name_states(self, owners: list[Any]) -> None:
+        optimizers = [owner for owner in owners if issubclass(type(owner), torch.optim.Optimizer)]
+        states = [tensor for _, _, tensor in model_states((), optimizers)]
+        self._native.set_purpose([part for tensor in states for part in plain(tensor)], Purpose.OPTIMIZER_STATES)
 
     def _held(self) -> tuple[int, int]:
         """Bytes, in memory or in the tier, without a known owner, and of all."""

@@ -138,7 +138,19 @@ def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str,
 
 
 HELPS = "what would help most: "
-LEAKED = "an end of the leak: more budget only delays it. Keep numbers, as loss.item() makes them, and not the tensor"
+CYCLE = "a reference cycle"
+"""A leak's keeper, where no variable leads to it."""
+LEAKED = "an end of the leak: more budget only delays it"
+KEEP_NUMBERS = ". Keep numbers, as loss.item() makes them, and not the tensor"
+
+
+def end_of_leak(leaks: Sequence[str]) -> str:
+    """The change that would help a run that leaks. A leak in a reference cycle names its own end.
+
+    Args:
+        leaks: sentences about them, the largest first.
+    """
+    return HELPS + LEAKED + ("" if CYCLE in leaks[0] else KEEP_NUMBERS)
 
 
 def wants_budget(leaks: Sequence[str], ended_by: str) -> bool:
@@ -165,7 +177,7 @@ def lines(
     parts = [WHERE + losses(stats).text, unplanned(stats, reason)]
     best = best_change(stats, binary=binary) if wants_budget(leaks, ended_by) else None
     if leaks:
-        parts.append(HELPS + LEAKED)
+        parts.append(end_of_leak(leaks))
     elif best is not None:
         parts.append(f"{HELPS}{best[0]}, about {best[1]:.0%} less time (an estimate)")
     return [part for part in (*parts, *handed_out(stats, binary=binary)) if part]

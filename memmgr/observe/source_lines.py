@@ -28,19 +28,21 @@ MOST_LIKE = 4096
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of the program.
+    """A line of Python, of the program or of a library that it uses.
 
     Attributes:
         file: shortened as in `show`.
         function: the qualified name of the function that the line is in.
+        caller: of a library's line, the innermost line of the program that led there; None: the line is the program's.
     """
 
     file: str
     line: int
     function: str
+    caller: SourceLine | None = None
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" + (f", called from {self.caller}" if self.caller else "")
 
     @property
     def place(self) -> str:
@@ -59,6 +61,15 @@ def skipped_folders() -> tuple[str, ...]:
     return (*(package + os.sep for package in packages), *of_python)
 
 
+@functools.cache
+def library_folders() -> tuple[str, ...]:
+    """The folders of Python's library and of installed packages. A line there has the program's own line beside it."""
+    paths = sysconfig.get_paths()
+    packages = [entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")]
+    folders = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *packages]
+    return tuple(folder + os.sep for folder in dict.fromkeys(folders))
+
+
 def show(file: str) -> str:
     """A notebook's cell as `In[3]`; else the shorter of the paths from the current folder and from the entry of `sys.path`
     that has it; else as it is.
@@ -73,12 +84,17 @@ def show(file: str) -> str:
 
 def of_caller() -> SourceLine | None:
     """The line of the program that this thread is at."""
-    skipped = skipped_folders()
-    frame: FrameType | None = sys._getframe(1)
+    return _line_from(sys._getframe(1), (*skipped_folders(), "<frozen"))
+
+
+def _line_from(frame: FrameType | None, skipped: tuple[str, ...]) -> SourceLine | None:
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith((*skipped, "<frozen")):
-            return SourceLine(show(code.co_filename), frame.f_lineno, getattr(code, "co_qualname", code.co_name))
+        if not code.co_filename.startswith(skipped):
+            of_library = code.co_filename.startswith(library_folders())
+            caller = _line_from(frame.f_back, (*skipped, *library_folders())) if of_library else None
+            name = getattr(code, "co_qualname", code.co_name)
+            return SourceLine(show(code.co_filename), frame.f_lineno, name, caller)
         frame = frame.f_back
     return None
 
@@ -98,16 +114,19 @@ class TakenLines:
 
     def begin(self) -> None:
         """A budget opens: its first pass is recorded."""
-        self._native.take_lines(lines=Lines.OF_ALL, log=True, folders=skipped_folders())
+        self._take(Lines.OF_ALL, log=True)
 
     def ended_pass(self, count: int, *, watched: bool) -> None:
         """A pass has ended; the next one has this number, counted from 0. `watched`: the telemetry has a reader."""
         on = self._always or watched or count & (count - 1) == 0
-        self._native.take_lines(lines=Lines.OF_ALL if on else Lines.OF_MARKED_OPS, log=on, folders=skipped_folders())
+        self._take(Lines.OF_ALL if on else Lines.OF_MARKED_OPS, log=on)
 
     def end(self) -> None:
         """The budget closes."""
-        self._native.take_lines(lines=Lines.OF_NONE, log=False, folders=skipped_folders())
+        self._take(Lines.OF_NONE, log=False)
+
+    def _take(self, lines: Lines, *, log: bool) -> None:
+        self._native.take_lines(lines=lines, log=log, folders=skipped_folders(), libraries=library_folders())
 
     def lines(self) -> Sequence[SourceLine | None]:
         """By number; None: the line is not known."""
@@ -124,11 +143,13 @@ class KnownLines:
 
     def all(self) -> Sequence[SourceLine | None]:
         """By number; None: the line is not known."""
-        new = self._native.source_lines()[len(self._lines) :]
-        self._lines += [
-            SourceLine(show(row["file"]), row["line"], row["function"]) if row["line"] else None for row in new
-        ]
-        return self._lines
+        lines = [*self._lines]
+        for row in self._native.source_lines()[len(lines) :]:  # a caller has a smaller number
+            caller = lines[row["caller"]] if row["caller"] else None
+            line = SourceLine(show(row["file"]), row["line"], row["function"], caller)
+            lines.append(line if row["line"] else None)
+        self._lines = lines  # in one go: the telemetry's thread reads, too
+        return lines
 
     def place(self, number: int) -> str | None:
         """The function of a line."""

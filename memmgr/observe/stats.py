@@ -84,6 +84,7 @@ class PagerFigures:
             **self._rest(now),
             "budget_bytes": self._asked.limit_bytes,
             "resident_bytes.peak": max(arena["resident_peak_bytes"], passes.resident_peak),
+            "measuring_bytes.peak": passes.measuring_peak,
             "fixed_bytes.peak": self._held_peak,
             "floor_bytes": max(now["floor_bytes"], self._held_peak),
             "unmanaged_peak_bytes": max(arena["unmanaged_peak_bytes"], passes.unmanaged_peak),

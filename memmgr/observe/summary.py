@@ -37,7 +37,9 @@ def _line(s: dict[str, Any], binary: bool) -> str:
     limit = s["budget_bytes"]
     of = f" of {size(limit)} ({size(s['unmanaged_peak_bytes'])} unmanaged)" if limit < UNLIMITED else " without a limit"
     planned = f" ({s['planned_passes']} by plan)" if s["planned_passes"] else ""
-    factor = slowdown(s) if s["resident_bytes.peak"] else None  # nothing ran
+    factor = slowdown(s)
+    if measuring := s.get("measuring_bytes.peak", 0):
+        of += f", {size(measuring)} while it measured"
     slower = "" if factor is None else f", at least {factor:.2f}x of an unlimited run"
     return (
         f"peak {size(s['resident_bytes.peak'])}{of}; {s['passes']} "
@@ -54,7 +56,8 @@ def slowdown(s: dict[str, Any]) -> float | None:
         s: `memmgr.stats()`.
 
     Returns:
-        At least 1; None without a limit, and where the waits of several threads add up to all the time.
+        At least 1; None without a limit, before a pass has ended, and where the waits of several threads add up to all the
+        time.
 
     Known limitation: the time that copies take from the cores that compute and from memory's bandwidth is not in it. On an
     accelerator the cost of an op is not either: the host runs ahead of the device, and hides it.
@@ -62,7 +65,8 @@ def slowdown(s: dict[str, Any]) -> float | None:
     wall, lost = float(s["wall_seconds"]), float(s["recompute_seconds"]) + float(s["stall_seconds"])
     if not s.get("host_ahead", 1):
         lost += float(s.get("own_seconds", 0.0))
-    return wall / (wall - lost) if s["budget_bytes"] < UNLIMITED and lost < wall else None
+    known = s["budget_bytes"] < UNLIMITED and s.get("passes", 0) and lost < wall
+    return wall / (wall - lost) if known else None
 
 
 def main_figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, str]]:
@@ -77,6 +81,7 @@ def main_figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, 
     return [
         ("budget", "none" if limit >= UNLIMITED else size(limit)),
         ("peak", size(s["resident_bytes.peak"])),
+        *(("peak while it measured", size(each)) for each in [s.get("measuring_bytes.peak", 0)] if each),
         ("unmanaged it would need", size(s["unmanaged_peak_bytes"])),
         ("smallest budget (floor)", show_floor(s["floor_bytes"], binary=binary)),
         ("passes", f"{s['passes']:,}"),

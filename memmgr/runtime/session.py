@@ -106,6 +106,8 @@ class PagerRuntime:
             self.telemetry.happened,
             lambda: self.telemetry.detail,
             self._graphs.running,
+            self._largest_leak,
+            lambda: self._lines.lines(),
         )
         self.job = Job(
             self.stats, self.native, silent_seconds=config.silent_seconds, quiet=config.quiet, binary=config.binary
@@ -121,6 +123,7 @@ class PagerRuntime:
         self._stock: Stock | None = None
         self._open = False
         self._no_plan = ""  # why there is no plan
+        self._kept = ""  # sentences about results that are kept
         self._final: dict[str, Any] | None = None
         self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
         self.ended_by = ""  # the class of the exception that ends the budget, where it is known
@@ -302,7 +305,7 @@ class PagerRuntime:
         if self._final is None:  # another thread's, while the budget closes
             self._periods.ended(self.passes.count, ended.completed)
             if self._sizing is not None and self._sizing.ended(ended):
-                self.passes.resident_peak = 0  # of the time before the budget
+                self.passes.measured()
 
     def _happened(self, what: str, **fields: Any) -> None:
         if what == "no_plan":
@@ -376,8 +379,8 @@ class PagerRuntime:
             seen = {**final, "escaped_bytes": self.passes.escaped_bytes} if self.passes.count else final
             left = slowness.lines(seen, binary=binary, reason=why, leaks=leaks, ended_by=self.ended_by)
         elif leaks:
-            left = [*left, slowness.HELPS + slowness.LEAKED]
-        return [*leaks, *left, *self._graphs.lines(binary=binary)]
+            left = [*left, slowness.end_of_leak(leaks)]
+        return [*leaks, *filter(None, [self._kept]), *left, *self._graphs.lines(binary=binary)]
 
     def process_ends(self) -> None:
         """At the end of the process: looks for the exception that has ended the program."""
@@ -431,6 +434,11 @@ class PagerRuntime:
         """A sentence about each of the largest leaks."""
         return [self._leak_text(leak) for leak in self._found()[:MOST_LEAKS]]
 
+    def _largest_leak(self) -> str:
+        """A sentence about the largest leak; empty: there is none. Takes no search."""
+        self._leaks.look()
+        return next(iter(self.leak_texts()), "")
+
     def _leak_text(self, leak: Leak) -> str:
         return leak.text(binary=self.config.binary, module=self.telemetry.modules.name(leak.module))
 
@@ -454,6 +462,9 @@ class PagerRuntime:
             self._leaks.look()
         if self._nameless():
             self._name_leaks()
+        now = self.native.stats()
+        if not self.config.quiet and (now["evictions"] or now["offloads"]):
+            self._kept = self._explain.kept(graphs=True)
 
     def _nameless(self) -> bool:
         """One of the leaks that are told has no variable."""

@@ -163,6 +163,30 @@ BAD_VARIABLES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("MEMMGR_CONF", "nonsense=1", "MEMMGR_CONF: 'nonsense=1' is not key:value; keys are policy, "),
+        ("MEMMGR_CONF", "polcy:dtr", "MEMMGR_CONF: unknown key 'polcy'; did you mean 'policy'?"),
+        ("MEMMGR_DISK", "/nowhere/at/all", "MEMMGR_DISK: '/nowhere/at/all' is not a folder"),
+        ("MEMMGR_CONF", "policy:dtr", ""),
+        ("MEMMGR_DISK", "/tmp", ""),
+    ],
+)
+def test_an_import_without_a_budget_says_which_variable_is_wrong_in_one_line(
+    variable: str, value: str, says: str
+) -> None:
+    done = subprocess.run(  # without torch
+        [sys.executable, "-c", "import memmgr, sys; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, variable: value},
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert len(done.stderr.splitlines()) == bool(says) and says in done.stderr, done.stderr
+
+
 def _import_torch(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return forkserver.run(
         [sys.executable, "-W", "always", "-c", "import torch; print(torch.ones(2).sum().item())"],

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import memmgr
+from memmgr.config.sizes import show_size
 from memmgr.integrations._callback_budget import CallbackBudget
 from memmgr.policies.plan.knee import Knee, knee
 from memmgr.runtime import planner_process, sizing
@@ -203,6 +204,17 @@ def test_without_a_backward_it_says_what_it_does(
         assert "nothing is limited" in said and "name a budget in bytes" in said
     assert "no limit was set: no passes" in capfd.readouterr().err
     assert mm.stats()["evictions"] == mm.stats()["offloads"] == 0
+
+
+def test_the_peak_of_the_measuring_passes_is_told_beside_that_of_the_budget(capfd: pytest.CaptureFixture[str]) -> None:
+    with memmgr.budget("need*60%") as mm:
+        Run()(8)
+    stats, told = mm.stats(), capfd.readouterr().err
+    assert stats["resident_bytes.peak"] <= stats["budget_bytes"] < stats["measuring_bytes.peak"]
+    assert f", {show_size(stats['measuring_bytes.peak'])} while it measured; " in told
+    with memmgr.budget("1GB") as mm:
+        Run()(2)
+    assert mm.stats()["measuring_bytes.peak"] == 0 and "while it measured" not in capfd.readouterr().err
 
 
 def test_quiet_says_nothing_and_the_log_has_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

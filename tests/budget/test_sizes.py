@@ -36,6 +36,10 @@ GOOD: list[tuple[Any, int]] = [
     (12e9, 12_000_000_000),
     ("12000000000", 12_000_000_000),
     ("12_000_000_000", 12_000_000_000),
+    ("1e9", 10**9),
+    ("1e3MB", 10**9),
+    ("1.5E-1 GiB", int(0.15 * 2**30)),
+    ("2EB", 2 * 10**18),
     ("12GB", 12 * 10**9),
     ("12 GB", 12 * 10**9),
     ("  12GB\n", 12 * 10**9),
@@ -78,7 +82,11 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ("12G B", ValueError, "was 12GB meant"),
     ("1,5GB", ValueError, "was 1.5GB meant"),
     ("1,500MB", ValueError, "1,500MB"),
-    ("1e9", ValueError, "1e9"),
+    ("1e3e3", ValueError, "1e3e3"),
+    ("1e400GB", ValueError, "more than any machine has"),
+    (10**30, ValueError, "more than any machine has"),
+    ("10EB", ValueError, "9.22 EB at most"),
+    ("-5MB", ValueError, "not a positive size"),
     ("-1GB", ValueError, "-1GB"),
     ("+1GB", ValueError, "+1GB"),
     ("0", ValueError, "positive"),
@@ -113,6 +121,11 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 def test_good(given: Any, size: int) -> None:
     got = parse_size(given, whole=1000)
     assert got == size and type(got) is int
+
+
+def test_the_figure_of_no_limit_is_no_limit() -> None:
+    """A program may open a budget with that of `memmgr.stats()`."""
+    assert parse_budget(UNLIMITED) == UNLIMITED
 
 
 @pytest.mark.parametrize(("given", "kind", "word"), BAD, ids=[repr(g) for g, _, _ in BAD])
@@ -228,7 +241,7 @@ def test_units_of_the_user() -> None:
 
 
 def test_a_budget_of_more_than_there_is() -> None:
-    said = pytest.warns(UserWarning, match="the budget of 1000 TB is more than this machine has")
+    said = pytest.warns(UserWarning, match="the budget of 1 PB is more than this machine has")
     with said as caught, memmgr.budget("1000TB", quiet=True):
         pass
     assert len(caught) == 1 and "nothing is evicted before" in str(caught[0].message)
@@ -242,7 +255,16 @@ def test_the_size_of_the_disk_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_620_000_000, "1.62 GB"), (12 * 10**12, "12 TB")]
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1_620_000_000, "1.62 GB"),
+        (12 * 10**12, "12 TB"),
+        (4 * 10**15, "4 PB"),
+        (2**63, "9.22 EB"),
+    ],
 )
 def test_show(size: int, text: str) -> None:
     assert show_size(size) == text

@@ -101,8 +101,7 @@ objects_of = native.objects_of
 native.objects_of = lambda types, *more: looks.append(types) or objects_of(types, *more)
 
 def in_a_while():  # a hundred times as much as the last look took has passed
-    for look in mm._runtime._purposes._rationed:
-        look._due = 0.0
+    mm._runtime._purposes._look_at_known._due = 0.0
 
 def told():
     stats = mm.stats()
@@ -119,10 +118,21 @@ with memmgr.budget("100MB", policy=sys.argv[1], quiet=True) as mm:
     looks.clear()
     more = nn.Linear(512, 512, bias=False)
     for _ in range(20):
+        in_a_while()
         told()
     assert not looks
+    more(torch.randn(4, 512)).sum().backward()
+    assert len(looks) == 1
     in_a_while()
-    assert told() == [2 << 20, 1 << 20, 2 << 20], told()
+    assert told() == [2 << 20, 2 << 20, 2 << 20], told()
+    assert len(looks) == 1
+
+with memmgr.budget("100MB", policy=sys.argv[1], quiet=True) as mm, torch.no_grad():
+    kept, looks = [], []
+    for _ in range(64):
+        kept.append(torch.randn(512, 512))
+        told()
+    assert len(looks) <= 7, len(looks)
 """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import importlib
 import inspect
 import itertools
 import linecache
@@ -10,6 +12,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,9 +26,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import memmgr
 from memmgr.api import budget as budgets
 from memmgr.native import binding as native
-from memmgr.observe import holdings
+from memmgr.observe import holdings, source_lines
 from memmgr.observe.holdings import Explanation
-from memmgr.observe.leaks import PASSES, TOLD_PASSES, Leaks
+from memmgr.observe.leaks import PASSES, TOLD_PASSES, Leak, Leaks
+from memmgr.observe.slowness import end_of_leak
 from memmgr.observe.source_lines import show
 
 from .test_told_leaks import train
@@ -292,6 +296,105 @@ def test_a_leak_that_c_code_keeps_is_not_given_a_variable() -> None:
     assert results and all(holder.kept == "" for holder in results), results
 
 
+class _Ring:
+    """Refers to itself, so that only the garbage collector frees it."""
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y, self.me = y, self
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+def _in_rings(keep: Callable[[_Ring], None]) -> list[str | None]:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    with memmgr.budget(None, device="cpu", quiet=True):
+        for _ in range(9):
+            y = model(torch.randn(256, 64))
+            y.sum().backward()
+            keep(_Ring(y))
+        del y
+        return [leak.kept for leak in memmgr.explain().leaks]
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_leak_in_a_reference_cycle_is_told_as_one() -> None:
+    assert _in_rings(lambda ring: None) == ["in a reference cycle of `_Ring`, which gc.collect() frees"]
+
+
+def test_beside_a_reference_cycle_no_other_way_to_keep_less_is_advised() -> None:
+    leak = Leak(1.0, 9, 0, 1, None, ("aten::mm",), kept="in a reference cycle of `_Ring`, which gc.collect() frees")
+    assert "loss.item()" not in end_of_leak([leak.text()])
+    assert "loss.item()" in end_of_leak([replace(leak, kept="in the list `losses` of train.py").text()])
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_cycle_that_the_program_still_holds_is_not_said_to_be_freed() -> None:
+    rings: list[_Ring] = []
+    (kept,) = _in_rings(rings.append)
+    assert kept and kept.startswith("in `rings[...].y` of ")
+    numbers: list[int] = []
+
+    def in_c(ring: _Ring) -> None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring))
+        numbers.append(id(ring))
+
+    assert _in_rings(in_c) == [""]
+    for number in numbers:
+        ctypes.pythonapi.Py_DecRef(ctypes.cast(number, ctypes.py_object))
+
+
+LIBRARY = """
+from torch import nn
+
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 256)
+
+    def forward(self, x):
+        return self.inner(x)
+"""
+
+
+def test_a_line_of_a_library_has_the_line_of_the_program_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "adapters_of_a_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(folder))
+    source_lines.library_folders.cache_clear()
+    try:
+        model = importlib.import_module("adapters_of_a_library").Adapter()
+        kept = []
+        with memmgr.budget(None, device="cpu", quiet=True) as mm:
+            for _ in range(9):
+                y = model(torch.randn(256, 64))
+                y.sum().backward()
+                kept.append(y.detach())
+            found = memmgr.explain()
+            (leak,) = mm.leaks
+    finally:
+        source_lines.library_folders.cache_clear()
+    called = f"{HERE}:{_line_of('y = model(torch.randn(256, 64))', after='adapters_of_a_library')}"
+    line = f"adapters_of_a_library.py:{LIBRARY.splitlines().index('        return self.inner(x)') + 1}"
+    assert f"{line}, called from {called}" in found.by_line()
+    assert (f"{leak['file']}:{leak['line']}", leak["caller"]) == (line, called)
+
+
+def _line_of(text: str, after: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if f'"{after}"' in line)
+    return next(i for i in range(first, len(lines)) if text in lines[i]) + 1
+
+
 class _Proxy:
     """As a proxy of a web framework outside of a request: every look at it fails."""
 
@@ -423,6 +526,9 @@ class Counted:
 
     def survivors(self, mark: int) -> list[Any]:
         return self.rows
+
+    def grown(self, mark: int) -> list[Any]:
+        return []
 
     def passes_ended(self) -> int:
         return self.passes

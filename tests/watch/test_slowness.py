@@ -41,6 +41,12 @@ def test_the_slowdown_has_the_cost_of_ops_where_nothing_hides_it() -> None:
     assert "at least 1.29x of an unlimited run" in summary(_stats(host_ahead=0, offloads=9))
 
 
+def test_before_a_pass_has_ended_no_slowdown_is_named() -> None:
+    stats = _stats(host_ahead=0, passes=0, offloads=9)
+    assert slowdown(stats) is None and "at least" not in summary(stats)
+    assert not [name for name, _ in main_figures(stats) if name == "slowdown"]
+
+
 def test_exported_addresses_are_named_with_their_line() -> None:
     sites = {"escapes.train.py:9": 2, "escapes.train.py:16": 30}
     said = why_slow(_stats(escaped_bytes=3_000_000, **sites), leaks=["one"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,150 @@ def test_a_measuring_run_that_leaks_is_told_to_end_it(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert "what would help most: an end of the leak" in said
     assert "with a budget of" not in said
+
+
+def grow(steps: int, reset: int, after: Callable[[], None] = lambda: None) -> None:
+    """Each step makes a larger tensor from that of the last one."""
+    model, optimizer = _model()
+    history = torch.empty(0, 64)
+    for step in range(steps):
+        if step % reset == 0:
+            history = torch.empty(0, 64)
+        y = model(torch.randn(256, 64))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history = torch.cat([history, y.detach()])
+        after()
+
+
+@pytest.mark.usefixtures("every_pass")
+@pytest.mark.parametrize("limit", ["6MB", None])
+def test_a_tensor_that_grows_by_cat_is_told_as_a_leak_within_twelve_steps(
+    limit: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    found: list[dict[str, Any]] = []
+
+    def look() -> None:
+        told.append(capsys.readouterr().err)
+        found[:] = mm.leaks
+
+    with memmgr.budget(limit, device="cpu") as mm:
+        grow(14, 100, look)
+    (leak,) = found
+    steps = [step for step, text in enumerate(told, 1) if text]
+    assert len(steps) == 1 and steps[0] <= 12, told
+    assert re.match(
+        r"memmgr: a leak: one tensor grows, \+65\.5 kB a step since step [12], made at .*\(cat\), kept in `history` of grow\(\); ",
+        told[steps[0] - 1],
+    )
+    assert leak["bytes_per_step"] == STEP and leak["ops"] == ["aten::cat"]
+
+
+@pytest.mark.usefixtures("every_pass")
+@pytest.mark.parametrize("reset", [1, 5, 8])
+def test_a_cache_that_is_reset_is_no_leak(reset: int, capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[list[dict[str, Any]]] = []
+    with memmgr.budget(None, device="cpu") as mm:
+        grow(31, reset, lambda: found.append(mm.leaks))
+    assert not any(found[reset + 1 :])  # the first sequence may be one
+    assert "a leak" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("every_pass")
+def test_a_batch_that_grows_is_no_leak(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = _model()
+    with memmgr.budget(None, device="cpu") as mm:
+        for step in range(1, 21):
+            batch = torch.cat([torch.randn(256, 64) for _ in range(step)])
+            y = torch.cat([model(part) for part in batch.split(256)])
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not mm.leaks
+    assert "a leak" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("every_pass")
+def test_outputs_of_a_validation_are_no_leak(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are kept until the validation ends, and put together there."""
+    model, _ = _model()
+    with memmgr.budget(None, device="cpu") as mm:
+        for epoch in range(12):
+            model(torch.randn(256, 64)).square().mean().backward()
+            whole = torch.empty(0, 64)
+            with torch.no_grad():
+                for _ in range(8 + epoch):
+                    whole = torch.cat([whole, model(torch.randn(256, 64))])
+        assert not mm.leaks
+    assert "a leak" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("every_pass")
+def test_an_error_beside_a_leak_names_its_line_and_no_budget_for_the_rest() -> None:
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget("3MB", device="cpu", disk=False, quiet=True):
+        grow(60, 100)
+    text = str(caught.value)
+    assert re.search(
+        r"^A leak: one tensor grows, \+65\.5 kB a step .*\(cat\).*More budget only delays this error\.$", text, re.M
+    )
+    assert "should do for this step; later ones need more." in text
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_an_inference_that_keeps_its_results_is_told_how_to_keep_less(graph: bool) -> None:
+    model, _ = _model()
+    kept: list[torch.Tensor] = []
+    limit = memmgr.budget("12MB", device="cpu", disk=False, quiet=True, policy="offload")
+    with pytest.raises(memmgr.BudgetError) as caught, limit, torch.set_grad_enabled(graph):
+        for _ in range(300):
+            kept.append(model(torch.randn(256, 64)))
+    line = next(line for line in str(caught.value).splitlines() if " results of " in line)
+    count = int(line.split()[0])
+    assert abs(count - len(kept)) <= 1 and f"{show(__file__)}:" in line and "(addmm)" in line, line
+    assert ("torch.no_grad() or .detach()" in line) == graph
+    assert ("write each to a file" in line) != graph
+
+
+def test_a_validation_that_keeps_its_results_is_told_so_after_passes_of_training() -> None:
+    model, _ = _model()
+    kept: list[torch.Tensor] = []
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget("5MB", device="cpu", disk=False, quiet=True):
+        for _ in range(6):
+            model(torch.randn(256, 64)).square().mean().backward()
+        with torch.no_grad():
+            for _ in range(300):
+                kept.append(model(torch.randn(256, 64)))
+    assert re.search(r"^\d+ results of .*addmm\)? are kept: .* write each to a file", str(caught.value), re.M)
+
+
+def test_the_summary_of_an_inference_that_keeps_graphs_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = _model()
+    with memmgr.budget("3MB", device="cpu"):
+        kept = [model(torch.randn(256, 64)) for _ in range(30)]
+    told = capsys.readouterr().err
+    assert f"{len(kept)} results of " in told and "Where no backward follows use torch.no_grad() or .detach()." in told
+
+
+def test_the_first_forward_of_a_deep_model_keeps_no_results_of_its_own() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(30)))
+    budget = memmgr.budget("12MB", device="cpu", disk=False, quiet=True, policy="offload")
+    with pytest.raises(memmgr.BudgetError) as caught, budget:
+        model(torch.randn(256, 256)).sum().backward()
+    assert "saved for backward" in str(caught.value) or "other tensors" in str(caught.value)
+    assert " results of " not in str(caught.value)
+
+
+def test_a_cache_that_grows_in_an_inference_is_named_in_the_error() -> None:
+    cache = torch.empty(0, 64)
+    budget = memmgr.budget("3MB", device="cpu", disk=False, quiet=True)
+    with pytest.raises(memmgr.BudgetError) as caught, torch.no_grad(), budget:
+        for _ in range(60):
+            cache = torch.cat([cache, torch.randn(256, 64)])
+    assert re.search(
+        rf"^One tensor grows with each call of {re.escape(show(__file__))}:\d+ \(cat\), by ", str(caught.value), re.M
+    )
 
 
 def test_a_script_that_has_ended_still_has_its_file() -> None:

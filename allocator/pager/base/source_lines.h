@@ -19,10 +19,11 @@ uint32_t line_of_caller();
 struct SourceLine {
   std::string file, function;
   int line;
+  uint32_t caller;  // of a library's line: the number of the innermost line of the program; 0: none
 };
 // These functions need the GIL.
 const std::vector<SourceLine>& source_lines();  // by number; the first one stands for a line that is not known
-void skip_folders(std::vector<std::string> folders);
+void skip_folders(std::vector<std::string> folders, std::vector<std::string> libraries);
 void forget_codes();  // releases the code objects; the lines stay known
 
 }  // namespace memmgr::pager

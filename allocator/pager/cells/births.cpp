@@ -54,11 +54,24 @@ const ListensToCells listens_to_ends({&note_end_locked, nullptr});
 }  // namespace
 
 void begin_life_locked(Cell* c, Maker maker) {
-  c->birth = {maker.op, passes_ended.load(std::memory_order_relaxed), 0, maker.line, false};
+  c->birth = {};
+  c->birth.op = maker.op;
+  c->birth.pass = passes_ended.load(std::memory_order_relaxed);
+  c->birth.line = maker.line;
   if (c->small) return;
   c->birth.module = current_place();
   c->birth.backward = torch::autograd::get_current_graph_task_id() != -1;
   log_locked(c, false);
+}
+
+void note_growth_locked(Cell* c, const Cell* read) {
+  Birth& b = c->birth;
+  const Birth& before = read->birth;
+  if (!b.op || b.op != before.op || b.backward || read->nbytes >= c->nbytes) return;
+  b.times = before.times + 1;
+  b.since = before.times ? before.since : before.pass;
+  b.growths = before.growths + (before.pass < b.pass);  // a dense block grows within one pass
+  b.grown = before.grown + c->nbytes - read->nbytes;
 }
 
 Origin origin_of_locked(const Cell* c) {

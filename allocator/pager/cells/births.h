@@ -15,6 +15,8 @@ extern std::atomic<uint32_t> passes_ended;
 
 // Called when a cell begins.
 void begin_life_locked(Cell* c, Maker maker) REQUIRES(graph_lock());
+// Called when the op that made the cell had read another one: the cell may be that one, grown (Birth).
+void note_growth_locked(Cell* c, const Cell* read) REQUIRES(graph_lock());
 
 // The origin of a cell in reports.
 struct Origin {

@@ -68,6 +68,11 @@ struct Birth {
   uint32_t module = 0;         // set while torch's module hooks are in place (base/module_of_op.h)
   uint32_t line = 0;
   bool backward = false;  // made in a backward
+  // Of a tensor that its op makes anew from an earlier result of its own, and larger each time:
+  uint32_t times = 0;    // so often
+  uint32_t since = 0;    // the pass of the first one
+  uint32_t growths = 0;  // the passes in which it grew
+  uint64_t grown = 0;    // bytes, since then
 };
 
 struct Cell {

@@ -207,6 +207,8 @@ void Call::outputs(Frame& frame) {
       if (!c) continue;
       frame.take_pin(c);
       made.push_back(c);
+      if (storages.size() == 1)
+        for (const Touched& t : frame.cells()) note_growth_locked(c, t.cell);
       versions[i] = c->version;
       any = true;
       if (info_->uninitialized) begin_newborn_locked(c);

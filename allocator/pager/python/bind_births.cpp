@@ -49,13 +49,28 @@ struct Survivors {
 FIELDS(Survivors, "Cells of one op that have outlived the pass after that of their birth. `births`: the passes.", op,
        births, bytes, absent_bytes, places)
 
+struct GrownCell {
+  std::string op;
+  uint64_t bytes;
+  bool absent;
+  uint32_t line, module, since, last, growths;
+};
+
+FIELDS(GrownCell,
+       "A cell that its op makes anew from its own earlier result, larger each time. `bytes`: those that it has grown "
+       "by. `since`, `last`: the passes of the first one and of this one. `growths`: the passes in which it grew.",
+       op, bytes, absent, line, module, since, last, growths)
+
 struct RecordedLine {
   std::string file;
   int line;
   std::string function;
+  uint32_t caller;
 };
 
-FIELDS(RecordedLine, "A source line of the program.", file, line, function)
+FIELDS(RecordedLine,
+       "A source line. `caller`: of a line of a library, the number of the program's own line that led there; 0: none.",
+       file, line, function, caller)
 
 namespace {
 
@@ -128,11 +143,29 @@ std::vector<Survivors> py_survivors(size_t mark) {
   return list;
 }
 
-void py_take_lines(Lines lines, bool log, TextTuple folders) {
+std::vector<GrownCell> py_grown(size_t mark) {
+  std::vector<GrownCell> rows;
+  const Hold lock(graph_lock());
+  for_each_cell_locked([&](const Cell* c) REQUIRES(graph_lock()) {
+    const Birth& b = c->birth;
+    if (b.times < mark || c->small || c->purpose != Purpose::kOther || !c->storage._unsafe_get_target()) return;
+    if (b.growths >= mark) const_cast<OpInfo*>(b.op)->marked.store(true);
+    const Birth known = birth_of(c);
+    const bool absent = (c->state.load() & kAbsent) != 0;
+    rows.push_back({op_text(b.op), b.grown, absent, known.line, known.module, b.since, b.pass, b.growths});
+  });
+  return rows;
+}
+
+std::vector<std::string> names_of(const TextTuple& texts) {
   std::vector<std::string> names;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(folders.object); ++i)
-    names.push_back(Cast<std::string>::from(PyTuple_GET_ITEM(folders.object, i)));
-  skip_folders(std::move(names));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(texts.object); ++i)
+    names.push_back(Cast<std::string>::from(PyTuple_GET_ITEM(texts.object, i)));
+  return names;
+}
+
+void py_take_lines(Lines lines, bool log, TextTuple folders, TextTuple libraries) {
+  skip_folders(names_of(folders), names_of(libraries));
   log_births(log);
   lines_taken.store(lines);
   if (lines != Lines::kOfNone) return;
@@ -143,7 +176,7 @@ void py_take_lines(Lines lines, bool log, TextTuple folders) {
 
 std::vector<RecordedLine> py_source_lines() {
   std::vector<RecordedLine> list;
-  for (const SourceLine& l : source_lines()) list.push_back({l.file, l.line, l.function});
+  for (const SourceLine& l : source_lines()) list.push_back({l.file, l.line, l.function, l.caller});
   return list;
 }
 
@@ -158,10 +191,14 @@ void bind_births(Module& m) {
       "survivors", "mark",
       "Cells that outlive the pass after that of their birth, by op, where they were born in several passes. States "
       "are left out. An op with `mark` passes of birth is marked: further cells of it have lines.");
+  m.def<&py_grown>(
+      "grown", "mark",
+      "Cells that have grown so often or more. The op of one that did so in as many passes is marked: further cells of "
+      "it have lines.");
   m.def<&py_take_lines>(
-      "take_lines", "lines, log, folders",
-      "Which ops are recorded with their source lines, whether births are logged, and the folders whose "
-      "functions are no line of the program.");
+      "take_lines", "lines, log, folders, libraries",
+      "Which ops are recorded with their source lines, whether births are logged, the folders whose functions are no "
+      "line, and those whose lines have the program's own line beside them.");
   m.def<&py_source_lines>("source_lines", "", "The recorded lines by number; the first stands for none.");
   m.def<&py_passes_ended>("passes_ended", "", "Backwards of this process.");
 }
