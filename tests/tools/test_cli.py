@@ -347,8 +347,8 @@ def test_clean_removes_our_libraries_and_nothing_else(
     (compiling / "tmp1").mkdir()
     assert cli.main(["clean", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1] == "would remove 2 libraries, 3 kB" and shown.count("1.5 kB  ") == 2
+    assert shown.splitlines()[-1] == "would remove 2 folders, 3 kB" and shown.count("1.5 kB  ") == 2
     assert all(folder.is_dir() for folder in libraries)
     assert cli.main(["clean"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "removed 2 libraries, 3 kB"
+    assert capsys.readouterr().out.splitlines()[-1] == "removed 2 folders, 3 kB"
     assert sorted(tmp_path.iterdir()) == sorted([compiling, other])
