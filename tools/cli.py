@@ -27,16 +27,19 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("tune", "memmgr.tools.verbs.tune", "find the budget, or the batch, of a training script by trying"),
     ("bench", "memmgr.tools.bench.verb", "compare systems that save memory: time, peaks and bits"),
     ("gpu-check", "memmgr.tools.verbs.gpu_check", "check this machine's GPU: bits, step times, peaks, risks"),
-    ("clean", "memmgr.tools.verbs.clean", "remove the libraries that memmgr has compiled here"),
+    ("clean", "memmgr.tools.verbs.clean", "remove compiled libraries, and files of killed processes"),
     ("completion", "memmgr.tools.verbs.completion", "a script for TAB completion in bash, zsh or fish"),
 )
 
 _BEGIN = """Train under a byte budget: less memory, the same bits in every parameter.
 
 begin with:
-  memmgr run train.py     measure a script; the last line is its command in less
-  memmgr tune train.py    or find a budget by running it several times
-  memmgr doctor --quick   if something does not work"""
+  memmgr run train.py      run a script and measure its memory; the last line of
+                           the output is the command that needs less of it
+  memmgr tune train.py     find a budget that costs little time
+  memmgr top               watch a training from another terminal
+  memmgr report run.jsonl  make a page of a log of memmgr run --log run.jsonl
+  memmgr doctor --quick    find out why something does not work"""
 
 ELSEWHERE: dict[str, str] = {
     word: place
@@ -58,9 +61,12 @@ ELSEWHERE: dict[str, str] = {
 """The answer to a word that is no verb: the place that has it."""
 
 
-def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
-    """The command itself, without the options of its verbs; `with_verb` False leaves room for them."""
-    from argparse import RawDescriptionHelpFormatter
+def overview(*, with_verb: bool = True, short: bool = False) -> argparse.ArgumentParser:
+    """The command itself, without the options of its verbs.
+
+    `with_verb`: False leaves room for them. `short`: the help does not list the verbs.
+    """
+    from argparse import SUPPRESS, RawDescriptionHelpFormatter
 
     from memmgr.tools.common.usage_error import Parser
 
@@ -68,12 +74,17 @@ def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
     parser = Parser(
         prog="memmgr",
         description=_BEGIN,
-        epilog=f"verbs:\n{lines}\n\n`memmgr VERB --help` says more.",
+        usage="memmgr VERB [options]",
+        epilog="memmgr --help lists all verbs."
+        if short
+        else f"verbs:\n{lines}\n\nmemmgr VERB -h lists a verb's options.",
         formatter_class=RawDescriptionHelpFormatter,
+        add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"memmgr {_version()}")
+    parser.add_argument("-h", "--help", action="help", help=SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"memmgr {_version()}", help=SUPPRESS)
     if with_verb:
-        parser.add_argument("verb", choices=[verb for verb, _, _ in VERBS], metavar="VERB")
+        parser.add_argument("verb", choices=[verb for verb, _, _ in VERBS], metavar="VERB", help=SUPPRESS)
     return parser
 
 
@@ -112,12 +123,14 @@ def _main(words: Sequence[str]) -> int:
 
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
-    command = overview()
     if not words:
-        command.print_help()
+        overview(short=True).print_help()
         return 2
+    command = overview()
     if words[0] in ELSEWHERE:
         command.error(f"there is no verb {words[0]}: {ELSEWHERE[words[0]]}")
+    if words[0].endswith(".py") or (words[0].startswith("-") and words[0] not in ("-h", "--help", "--version")):
+        command.error(f"a verb is missing: memmgr run {' '.join(words)}")
     verb = command.parse_args(words[:1]).verb
     try:
         return _run(verb, words[1:])
@@ -131,7 +144,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
     import tempfile
 
     from memmgr.config import variables
-    from memmgr.tools.common.help_text import HelpText
+    from memmgr.tools.common.help_text import Help, HelpText
     from memmgr.tools.common.interrupts import ends_at_once
     from memmgr.tools.common.usage_error import Parser
 
@@ -140,7 +153,8 @@ def _run(verb: str, words: Sequence[str]) -> int:
     variables.said = verb == "doctor"  # it lists misspelt ones among the rest
     with ends_at_once(verb):  # some imports treat an interrupt as their own error
         module = import_module({name: path for name, path, _ in VERBS}[verb])
-    parser = Parser(prog=f"memmgr {verb}", description=module.__doc__, formatter_class=HelpText)
+    parser = Parser(prog=f"memmgr {verb}", description=module.__doc__, formatter_class=HelpText, add_help=False)
+    parser.add_argument("-h", "--help", action=Help)
     module.add_arguments(parser)
     args = parser.parse_args(words)
     try:

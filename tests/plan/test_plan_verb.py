@@ -54,6 +54,12 @@ def breaks():
 
 def on_a_gpu():
     torch.ones(3).cuda()
+
+def shapes():
+    return lambda: torch.ones(2, 3) @ torch.ones(2, 3)
+
+def numbers():
+    return lambda: torch.ones(2).numpy()
 """
 
 
@@ -205,6 +211,26 @@ def test_a_mistake_of_the_users_file_is_one_line(
     assert cli.main(["plan", what.replace("make_step", function)]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.search(says, last), last
+
+
+@pytest.mark.parametrize(
+    ("function", "error"), [("shapes", "RuntimeError: a and b must have same"), ("numbers", "RuntimeError: .numpy()")]
+)
+def test_an_op_that_fails_on_fake_tensors_is_told_by_its_line_alone(function: str, error: str, what: str) -> None:
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "memmgr.tools.cli",
+        "plan",
+        "--device",
+        "t4",
+        what.replace("make_step", function),
+    ]
+    done = forkserver.run(words, capture_output=True, text=True, timeout=600)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 2 and lines[0].startswith("memmgr plan: executes "), done.stderr
+    assert re.search(rf"model_of_a_test\.py:\d+: {re.escape(error)}", lines[1])
 
 
 def test_whose_schedule_each_budget_takes() -> None:

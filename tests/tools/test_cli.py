@@ -39,7 +39,9 @@ def test_a_verb_is_one_file_whose_docstring_is_its_help(verb: str, capsys: pytes
 
 def test_without_a_verb_it_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "demo" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.findall(r"^  memmgr (\w+)", shown, re.MULTILINE) == ["run", "tune", "top", "report", "doctor"]
+    assert "memmgr --help lists all verbs" in shown and "verbs:" not in shown
 
 
 def test_an_unknown_verb_is_told_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +116,24 @@ def test_the_help_says_where_to_begin_before_it_lists_the_verbs(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80 and len(shown.splitlines()) <= 40
     begin = shown.partition("begin with:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(begin) == 3 and begin[0].startswith("  memmgr run train.py ")
+    assert begin[0].startswith("  memmgr run train.py ")
     assert shown.index("begin with:") < shown.index("verbs:")
-    assert {line.split()[1] for line in begin} <= {verb for verb, _, _ in cli.VERBS}
+    assert {line.split()[1] for line in begin if "memmgr" in line} <= {verb for verb, _, _ in cli.VERBS}
+
+
+@pytest.mark.parametrize("line", ["train.py --lr 3e-4", "--budget 12GB train.py"])
+def test_a_script_without_a_verb_is_told_the_verb(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(line.split())
+    said = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and said[1:] == [f"memmgr: error: a verb is missing: memmgr run {line}"]
+
+
+@pytest.mark.parametrize("line", ["bench --turns x", "tune --passes x train.py", "simulate --link x"])
+def test_a_word_in_place_of_a_number_is_told(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(line.split())
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(f"argument {line.split()[1]}: 'x' is no number\n")
 
 
 @pytest.mark.parametrize("word", sorted(cli.ELSEWHERE))
@@ -178,13 +195,21 @@ def test_simulate_says_that_a_file_is_wrong_before_it_asks_for_a_budget(
 
 
 @pytest.mark.parametrize("verb", [verb for verb, _, _ in cli.VERBS])
-def test_help_fits_one_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_help_fits_a_small_terminal_and_has_all_options(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([verb, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 45
-    assert not [line for line in lines if len(line) > 80]
+    options = []
+    for option, most in (("-h", 24), ("--help", 44)):
+        with pytest.raises(SystemExit) as end:
+            cli.main([verb, option])
+        shown = capsys.readouterr().out
+        lines = shown.splitlines()
+        assert end.value.code == 0 and len(lines) <= most
+        assert not [line for line in lines if len(line) > 80]
+        assert f"    memmgr {verb}" in shown, "an example"
+        options.append(set(re.findall(r"^  (-[\w-]+)", shown, re.MULTILINE)))
+    assert options[0] == options[1]
 
 
 # Each is wrong in a way that the verb itself has to see.
@@ -347,8 +372,8 @@ def test_clean_removes_our_libraries_and_nothing_else(
     (compiling / "tmp1").mkdir()
     assert cli.main(["clean", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1] == "would remove 2 libraries, 3 kB" and shown.count("1.5 kB  ") == 2
+    assert shown.splitlines()[-1] == "would remove 2 folders, 3 kB" and shown.count("1.5 kB  ") == 2
     assert all(folder.is_dir() for folder in libraries)
     assert cli.main(["clean"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "removed 2 libraries, 3 kB"
+    assert capsys.readouterr().out.splitlines()[-1] == "removed 2 folders, 3 kB"
     assert sorted(tmp_path.iterdir()) == sorted([compiling, other])

@@ -291,6 +291,8 @@ def test_an_address_makes_the_links_of_the_readme_absolute(scripts: None, monkey
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert len(links) > 20 and all(re.match(r"https://|#", link) for link in links), links
     assert "(https://host/us/memmgr/raw/main/docs/pictures/demo.png)" in text
+    assert "git clone https://host/us/memmgr/ memmgr" in text and "ADDRESS" not in text
+    assert "README.md: `git clone ADDRESS` waits for the address" in release.missing()
     assert "(https://host/us/memmgr/blob/main/docs/benchmarks.md#on-a-gpu)" in text
     assert release.dynamic_metadata("authors") == [{"name": "A. Uthor"}]
     assert release.dynamic_metadata("urls")["Homepage"] == "https://host/us/memmgr"

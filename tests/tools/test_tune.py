@@ -297,9 +297,17 @@ class FakeRunner:
 
     def __init__(self, fits: int) -> None:
         self.fits = fits
+        self.runs = 0
+        self.most_runs = 1000
+
+    def expected(self, samples: float) -> str:
+        return f"{samples:g} passes"
 
     def batch(self, budget: str, budget_bytes: int | None, batch: Batch) -> tuple[Result, Result]:
         assert batch.size is not None
+        self.runs += 1
+        if self.runs > self.most_runs:
+            raise SystemExit(143)  # as at SIGTERM
         if batch.size > self.fits:
             return Result(error="BudgetError: no", floor_error=True), Result()
         each = 2.0 if batch.size >= 100 else 1.0
@@ -313,10 +321,47 @@ class FakeRunner:
 def test_the_largest_batch(fits: int, samples: int | None, most: float, largest: tuple[int, int]) -> None:
     said: list[str] = []
     runner: Any = FakeRunner(fits)
-    rows, best = batch_search.search(runner, Batch("option", "--b"), 8, samples, "1GB", None, most, said.append)
-    assert best is not None and largest[0] <= best.batch <= largest[1] and not best.error
-    assert all(row.error for row in rows if row.batch > best.batch), "and the next that was tried does not hold"
+    found = batch_search.Search("1GB", 8, most)
+    batch_search.search(runner, Batch("option", "--b"), found, samples, None, said.append)
+    best = found.largest
+    assert found.complete and best is not None and largest[0] <= best.batch <= largest[1] and not best.error
+    assert any(row.error for row in found.tried if row.batch > best.batch), "and the next that was tried does not hold"
     assert best.slowdown is not None and best.slowdown <= most
+
+
+def test_each_batch_is_announced_and_has_its_verdict() -> None:
+    said: list[str] = []
+    runner: Any = FakeRunner(20)
+    found = batch_search.Search("1GB", 8, 1.1)
+    batch_search.search(runner, Batch("option", "--b"), found, 12, None, said.append)
+    assert said == [
+        "batch 8: runs, about 1 passes",
+        "batch 8: fits, 1.00x a sample, needs 8 B",
+        "batch 16: the data set has 12 samples",
+        "batch 12: runs, about 1.5 passes",
+        "batch 12: fits, 1.00x a sample, needs 12 B",
+        "batch 14: the data set has 12 samples",
+        "batch 13: the data set has 12 samples",
+    ]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_batches_that_were_tried_are_shown_where_the_search_is_ended(
+    as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner: Any = FakeRunner(1000)
+    runner.probe = lambda batch: Result()
+    runner.most_runs = 2
+    args = _arguments(batch="--b", budget="1GB", batch_now=8, json=as_json)
+    with pytest.raises(SystemExit, match="143"):
+        tune._largest_batch(args, runner, Batch("option", "--b"), 1.1)
+    shown = capsys.readouterr().out
+    if as_json:
+        found = json.loads(shown)
+        assert [row["batch"] for row in found["tried"]] == [8, 16]
+        assert found["largest"]["batch"] == 16 and not found["complete"]
+    else:
+        assert "the largest batch so far in 1GB: 16 (now 8)" in shown and "memmgr run --budget 1GB" in shown
 
 
 def test_a_batch_that_nothing_reads_is_an_error_with_a_near_name(tmp_path: Path) -> None:
@@ -332,7 +377,8 @@ def test_a_batch_that_nothing_reads_is_an_error_with_a_near_name(tmp_path: Path)
         ("option", "--batchsize", "--batch-size"),
     ):
         with pytest.raises(UsageError, match=f"takes its batch size from there; did you mean '{near}'") as raised:
-            batch_search.search(runner, Batch(how, name), 8, None, "1GB", None, 1.1, lambda text: None)
+            found = batch_search.Search("1GB", 8, 1.1)
+            batch_search.search(runner, Batch(how, name), found, None, None, lambda text: None)
         assert "\n" not in str(raised.value)
         with pytest.raises(UsageError, match=f"{name}': .*did you mean '{near}'"):
             batch_search.own_size(Batch(how, name), runner.job, Result())
@@ -443,10 +489,13 @@ def _tuned(most: float, found: Measured, need_bytes: int = 10**8, **more: Any) -
     return search.Tuned(need_bytes, 1.0, most, curve, made, **more)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(**options: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)
-    return parser.parse_args(["train.py"])
+    args = parser.parse_args(["train.py"])
+    for name, value in options.items():
+        setattr(args, name, value)
+    return args
 
 
 @pytest.mark.skipif(not plot.available(), reason="the package matplotlib is not installed")

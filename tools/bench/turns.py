@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from memmgr.tools.common.scratch import scratch_folder
 from memmgr.tools.common.usage_error import UsageError
 
 from .systems import SYSTEMS
@@ -41,8 +41,9 @@ class Nursery:
 
     def __init__(self, device: str, limit_seconds: float = 300.0) -> None:
         self._limit = limit_seconds
-        self._folder = tempfile.TemporaryDirectory(prefix="memmgr-bench-")
-        self._listener = Listener(str(Path(self._folder.name) / "cells"), "AF_UNIX")
+        self._made = contextlib.ExitStack()
+        self._folder = self._made.enter_context(scratch_folder("bench"))
+        self._listener = Listener(str(self._folder / "cells"), "AF_UNIX")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
         # A process that waits for a turn must not spin on a core that another one uses.
         environment |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
@@ -65,7 +66,7 @@ class Nursery:
                 str(self._listener.address),
                 what,
             ]
-            said = Path(self._folder.name) / what
+            said = self._folder / what
             with said.open("w") as errors:
                 self._parents[what] = made = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
@@ -87,7 +88,7 @@ class Nursery:
         for pipe, _pid in self._cells.values():
             _gone(pipe)
         self._listener.close()
-        self._folder.cleanup()
+        self._made.close()
 
     def start(self, spec: Spec) -> None:
         """Forks a process for the cell; it begins at once."""

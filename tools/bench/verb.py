@@ -8,6 +8,9 @@
 Each system trains in a process of its own and takes turns with the others. The folder of --out gets bench.md, bench.png
 and bench.json; the same command again goes on where it ended.
 
+--budgets, of memmgr's systems: percentages, or the peak of checkpoint or selective. --memory none: all of the machine's.
+--slowest compares a sample with one of plain torch at its own largest batch.
+
 Models: {models}.
 
 Systems: {systems}.
@@ -19,15 +22,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from memmgr.config.did_you_mean import meant
 from memmgr.config.machine import memory_bytes
 from memmgr.config.sizes import UNLIMITED, parse_limit
-from memmgr.tools.common.interrupts import ends_at_once
+from memmgr.tools.common.interrupts import ends_at_once, termination_unwinds
 from memmgr.tools.common.usage_error import UsageError
 
 from .names import MODELS, SYSTEMS
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--budgets", metavar="B,B",
-        help=f"of memmgr's systems: percentages, checkpoint, selective (default {_BUDGETS.replace('%', '%%')})",
+        help=f"(default {_BUDGETS.replace('%', '%%')})",
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=5, metavar="N", help="steps that are timed (default %(default)s)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples a step, of every model (default: its own)")
@@ -70,11 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batches.add_argument(
         "--memory",
         metavar="SIZE",
-        help="in which it has to fit; none: all of the machine's (default: 3x the model's states)",
+        help="in which it fits (default: 3x the model's states)",
     )
     batches.add_argument(
         "--slowest", type=float, metavar="X",
-        help=f"a sample may take X times as long as plain torch's at its own largest batch (default {_SLOWEST})",
+        help=f"a sample takes at most X times torch's (default {_SLOWEST})",
     )  # fmt: skip
 
 
@@ -162,13 +163,9 @@ def run(args: argparse.Namespace) -> int:
 
         _check_device(args.device)
     bench = Bench(args)
-    # A signal from outside also deletes unfinished files.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
+    with termination_unwinds():
         if args.max_batch:
             bench.measure_largest()
         else:
             bench.measure()
-    finally:
-        signal.signal(signal.SIGTERM, before)
     return bench.show()

@@ -18,6 +18,7 @@ that are resized.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import warnings
 import weakref
@@ -65,6 +66,7 @@ def record(make: Callable[[], Step], *, accelerator: bool, done: Callable[[str],
     recorder = _Recorder(accelerator)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(_no_log_of_errors())
         # torch's own deepcopy of a tensor, which modules that repeat a layer call, asks a fake one for its address.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning, r"torch\._tensor$")
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -82,6 +84,17 @@ def record(make: Callable[[], Step], *, accelerator: bool, done: Callable[[str],
             step()
             done(f"step {number + 1} of {CALLS}")
     return recorder.recorded()
+
+
+@contextlib.contextmanager
+def _no_log_of_errors() -> Iterator[None]:
+    """Torch logs the traceback of an op that fails on fake tensors, and raises the exception too: the caller words that."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 # ---- records

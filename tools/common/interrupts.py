@@ -1,4 +1,4 @@
-"""Ctrl-C where an exception would not arrive."""
+"""Ctrl-C where an exception would not arrive, and SIGTERM as an exception."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def termination_unwinds() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP leave as `SystemExit`, as Ctrl-C leaves as `KeyboardInterrupt`: files and processes are removed
+    on the way out. A signal that has a handler, or is ignored (nohup), keeps that.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    taken = [number for number in _ENDING if ours and signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

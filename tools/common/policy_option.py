@@ -66,5 +66,5 @@ def add_policy(parser: argparse.ArgumentParser, default: str | None = None) -> N
         action=Listed,
         default=default,
         metavar="NAME",
-        help="auto (the default), evict (recompute only) or offload (copy only); --policy help lists all",
+        help="auto (default), evict, offload; help lists all",
     )

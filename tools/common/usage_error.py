@@ -46,6 +46,7 @@ class Parser(argparse.ArgumentParser):
         """As argparse's own, with a suggestion."""
         # A script's own arguments are never missing.
         message = re.sub(r"^(the following arguments are required: .*), arguments$", r"\1", message)
+        message = re.sub(r"invalid (int|float) value: (.*)", r"\2 is no number", message)
         if missing := re.fullmatch(r"argument (.*): expected one argument", message):
             message += self._negative(missing[1].split("/"))
         super().error(message + self._meant(message))

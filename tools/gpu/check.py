@@ -285,10 +285,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "call", nargs="?", choices=(*CALLS, "both"), default="both", help="default: one after the other"
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), metavar="FOLDER", help="default: ./gpu-check")
-    parser.add_argument(
-        "--seconds", type=float, help="for all acts (default: 300 for the first call, 400 for the second)"
-    )
-    parser.add_argument("--only", default="", help="acts whose names begin with one of these, with commas between")
+    parser.add_argument("--seconds", type=float, help="for all acts (default: first 300, second 400)")
+    parser.add_argument("--only", default="", help="acts whose names begin so; several with commas")
     parser.add_argument(
         "--simulated",
         nargs="?",

@@ -30,14 +30,14 @@ def address_of(path: str, *, raw: bool = False) -> str:
 
 
 def readme() -> str:
-    """README with absolute links, so that they work on a package index. Without an address it stays as it is."""
+    """README with absolute links and the address, for a package index. Without an address it stays as it is."""
 
     def absolute(match: re.Match[str]) -> str:
         path = posixpath.normpath(match[2])
         return f"{match[1]}{address_of(path, raw=path.endswith(('.png', '.svg')))}{match[3]}"
 
-    text = (ROOT / "README.md").read_text()
-    return _LINK.sub(absolute, text) if settings()["address"] else text
+    text, address = (ROOT / "README.md").read_text(), settings()["address"]
+    return _LINK.sub(absolute, text).replace("git clone ADDRESS", f"git clone {address}") if address else text
 
 
 def dynamic_metadata(field: str, config: dict[str, Any] | None = None, *rest: Any) -> Any:
@@ -73,8 +73,12 @@ def missing() -> list[str]:
         found.append(f"CITATION.cff: the author is not {author}")
     if f"## {version}" not in (ROOT / "CHANGELOG.md").read_text():
         found.append(f"CHANGELOG.md: no section {version}")
-    if "<!-- badges -->" in (ROOT / "README.md").read_text() and settings()["address"]:
-        found.append("README.md: the badges' place is empty; `python tools/house/release.py --badges` prints them")
+    for mark, says in (
+        ("<!-- badges -->", "the badges' place is empty; `python tools/house/release.py --badges` prints them"),
+        ("git clone ADDRESS", "`git clone ADDRESS` waits for the address"),
+    ):
+        if mark in (ROOT / "README.md").read_text() and settings()["address"]:
+            found.append(f"README.md: {says}")
     return found
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from memmgr.config.did_you_mean import meant
+from memmgr.config.sizes import show_size
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.tune.batch_size import TRAINERS_NAME, assigned, option_of, settable
 from memmgr.tools.tune.job import Batch, Job, Result
@@ -26,6 +28,35 @@ class Row:
     doubt: float = 0.0  # `slowdown` may be off by so much
     need_bytes: int = 0  # the most that a pass would have held without a budget
     error: str = ""  # why it does not hold
+
+
+@dataclass
+class Search:
+    """The batches that were tried so far."""
+
+    budget: str  # as of `memmgr run`
+    now: int  # the script's own batch
+    most: float  # a sample may take so many times as long as one of the script's own batch without memmgr
+    rows: dict[int, Row] = field(default_factory=dict)  # by their size
+    complete: bool = False  # nothing has ended it early
+
+    @property
+    def tried(self) -> list[Row]:
+        """The smallest batch first."""
+        return sorted(self.rows.values(), key=lambda row: row.batch)
+
+    @property
+    def largest(self) -> Row | None:
+        """The largest that holds."""
+        return next((row for row in reversed(self.tried) if not row.error), None)
+
+    def plain(self) -> dict[str, Any]:
+        """The object of --json."""
+        largest = vars(self.largest) if self.largest else None
+        tried = [vars(row) for row in self.tried]
+        return {
+            "budget": self.budget, "now": self.now, "largest": largest, "tried": tried, "complete": self.complete,
+        }  # fmt: skip
 
 
 def parse(text: str) -> Batch:
@@ -77,36 +108,41 @@ def guess(batch: Batch, job: Job) -> str:
 
 
 def search(
-    runner: Runner, batch: Batch, now: int, samples: int | None, budget: str, budget_bytes: int | None, most: float,
+    runner: Runner,
+    batch: Batch,
+    found: Search,
+    samples: int | None,
+    budget_bytes: int | None,
     say: Callable[[str], None],
-) -> tuple[list[Row], Row | None]:  # fmt: skip
+) -> None:
     """Doubles the batch from the script's own and bisects.
 
-    Returns all that were tried, and the largest that holds, None if none does. `batch`: how to set it. `now`: the
-    script's own batch. `samples`: of the data set; None: not known. `budget_bytes`: as `Runner.batch` has it. `most`: a sample
-    may take so many times as long as one of the script's own batch without memmgr. `say`: gets a line before each run.
+    `batch`: how to set it. `found`: gets each batch once it has been tried. `samples`: of the data set; None: not known.
+    `budget_bytes`: as `Runner.batch` has it. `say`: gets a line before and after each run.
     """
     from memmgr.tools.bench.largest import Try, bisect  # imports torch
 
-    rows: dict[int, Row] = {}
+    rows, now = found.rows, found.now
 
     def tried(size: int) -> Try:
         if samples is not None and size > samples:
             rows[size] = Row(size, error=f"the data set has {samples} samples")
         else:
-            say(f"runs with a batch of {size}")
-            managed, plain = runner.batch(budget, budget_bytes, replace(batch, size=size, before=now))
+            say(f"batch {size}: runs, about {runner.expected(size / now)}")
+            managed, plain = runner.batch(found.budget, budget_bytes, replace(batch, size=size, before=now))
             if not managed.applied and not managed.error:
                 near = guess(batch, runner.job)
                 raise UsageError(
                     f"--batch: {batch.name or batch.how!r}: nothing in the script takes its batch size from there{near}"
                 )
-            rows[size] = _row(size, now, managed, plain, most, runner)
+            rows[size] = _row(size, now, managed, plain, found.most, runner)
         row = rows[size]
+        fits = f"fits, {row.slowdown:.2f}x a sample, needs {show_size(row.need_bytes)}" if row.slowdown else ""
+        say(f"batch {size}: {row.error or fits}")
         return Try(size, row.seconds, peak_bytes=row.need_bytes, error=row.error)
 
-    good, _ = bisect(tried, now)
-    return sorted(rows.values(), key=lambda row: row.batch), rows[good.batch] if good is not None else None
+    bisect(tried, now)
+    found.complete = True
 
 
 def _row(size: int, now: int, managed: Result, plain: Result, most: float, runner: Runner) -> Row:

@@ -112,7 +112,7 @@ class Runner:
         Raises `UsageError`: the script failed, or was too short.
         """
         file = self._folder / "run.trace"
-        self._say(f"records a pass, and measures without a limit: about {self._expected()}")
+        self._say(f"records a pass, and measures without a limit: about {self.expected()}")
         managed, plain = self._compared(replace(self.job, budget="none", trace=str(file)), self._probed.peak_bytes)
         if not file.is_file():
             raise UsageError(self._why_none(managed))
@@ -123,9 +123,11 @@ class Runner:
 
     def measure(self, budget_bytes: int, name: str) -> Measured:
         """Compares a run under a budget with one without memmgr."""
-        self._say(f"runs in {name}: about {self._expected()}")
+        self._say(f"runs in {name}: about {self.expected()}")
         managed, plain = self._compared(replace(self.job, budget=str(budget_bytes)), self._probed.peak_bytes)
-        return compare(plain, managed)
+        found = compare(plain, managed)
+        self._say(f"{name}: {found.why or f'{found.factor:.2f}x'}")
+        return found
 
     def batch(self, budget: str, budget_bytes: int | None, batch: Batch) -> tuple[Result, Result]:
         """A run under a budget with another batch, and a run without memmgr with the script's own.
@@ -175,10 +177,11 @@ class Runner:
         while self._children:
             self._children.pop().end()
 
-    def _expected(self) -> str:
-        """The time of a comparison, in words."""
+    def expected(self, samples: float = 1.0) -> str:
+        """The time of a comparison, in words. `samples`: of a pass of the run, over those of one of the script's own."""
         passes = usual_seconds(self._probed) * self.job.passes
-        return show_seconds(round(2 * (self._probed.ends[0] - self._probed.begun + passes)) or 1)
+        start = self._probed.ends[0] - self._probed.begun
+        return show_seconds(round(2 * start + (1 + samples) * passes) or 1)
 
     def last_lines(self) -> str:
         """The last lines of the script's output, of the last run."""

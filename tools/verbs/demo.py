@@ -1,5 +1,9 @@
 """Train a GPT unmanaged, then in 75, 50 and 35 % of the memory that it needed, and compare the bits.
 
+    memmgr demo
+    memmgr demo --quick              a tiny model
+    memmgr demo --budgets 60,40 --out picture.png
+
 The model is a byte-level GPT of 10.9 M parameters, with dropout and AdamW; it learns the source files of this Python's
 standard library. Every run is a process of its own, starts from the same seed and takes the same steps. The processes
 take turns, a step each, while the others are stopped, so that other work of the machine affects all of them. A run's

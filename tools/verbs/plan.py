@@ -60,13 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", metavar="NAME", help="a name, a table, or with --sweep several, by commas"
     )
-    parser.add_argument(
-        "--budget", metavar="SIZE", help="12GB, 80%% (of the device, the default: 100%%), need*0.6, auto"
-    )
+    parser.add_argument("--budget", metavar="SIZE", help="12GB, 80%% (of the device), need*0.6 (default 100%%)")
     parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: a share of what the step needs")
-    parser.add_argument(
-        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none"
-    )
+    parser.add_argument("--tier", metavar="TIER", help="host:64GB, disk:1TB, none (default: host, no limit)")
     parser.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it, every device")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="memory over the step, or the sweep: .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the trace, for memmgr simulate")
@@ -74,9 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("of a folder with a config")
     model.add_argument("--batch", type=int, metavar="N", help="sequences in a step (default 1)")
     model.add_argument("--sequence", type=int, metavar="N", help="tokens in each (default 2048, or the model's limit)")
-    model.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, metavar="NAME", help=f"{', '.join(_OPTIMIZERS)} (default adamw)"
-    )
+    model.add_argument("--optimizer", choices=_OPTIMIZERS, metavar="NAME", help=", ".join(_OPTIMIZERS))
     model.add_argument(
         "--dtype", choices=_DTYPES, metavar="DTYPE", help="float32, bfloat16 or float16 (default bfloat16)"
     )
@@ -234,7 +228,9 @@ def _said_by_step(error: Exception, accelerator: bool) -> str:
     """The error of a user's step, with its line."""
     import torch
 
-    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    import memmgr
+
+    ours = (str(Path(__file__).parents[1]), *(str(Path(str(each.__file__)).parent) for each in (memmgr, torch)))
     frames = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     text = f"{where}{type(error).__name__}: {error}"

@@ -40,9 +40,7 @@ PICTURES = ("png", "svg")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument(
-        "logs", nargs="+", type=Path, metavar="LOG", help="a file of memmgr run --log, or of memmgr trace"
-    )
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="a log of memmgr run, or a trace")
     parser.add_argument(
         "--format",
         choices=FORMATS,

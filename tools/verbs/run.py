@@ -9,6 +9,9 @@ The script runs in this process as `python` would run it, and its exit code is t
 first call of a module, or the first tensor that autograd saves, on the device of that training. If it cannot be opened
 the script ends there: in one line with code 2, or with a BudgetError if the tensors on the device already exceed it.
 
+--budget takes 12GB, 80% (of the device), need*60%, auto, device (all that is free there), or none (the default: it only
+measures). --policy evict only recomputes, and offload only copies; auto does both.
+
 Python processes that the script starts have a budget, too. Each rank of a distributed job has the whole budget and a
 log of its own; ranks on one host share --disk-size and --host. Options override MEMMGR_BUDGET and MEMMGR_CONF.
 """
@@ -50,30 +53,24 @@ from memmgr.tools.common.usage_error import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.usage = "memmgr run [options] (SCRIPT.py | -m MODULE) [its arguments]"
-    parser.add_argument(
-        "--budget",
-        metavar="SIZE",
-        help="12GB, 80%% (of the device), need*60%%, auto, device (all that is free there), none (the default: it only measures)",
-    )
-    parser.add_argument(
-        "--ratio", metavar="SHARE", help="60%%, 0.6: a share of what the run needs, measured in its first passes"
-    )
+    parser.add_argument("--budget", metavar="SIZE", help="12GB, 80%% (of the device), none (default: measures)")
+    parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: a share of what the run needs")
     add_policy(parser)
-    parser.add_argument("--disk", metavar="FOLDER", help="for evicted tensors; or none")
-    parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
-    parser.add_argument("--host", metavar="SIZE", help="memory for offloaded tensors (CPU: page cache); or none")
-    parser.add_argument("--device", help="the device that the budget limits (default: the accelerator, else cpu)")
+    parser.add_argument("--disk", metavar="FOLDER", help="a folder for evicted tensors; or none")
+    parser.add_argument("--disk-size", metavar="SIZE", help="at most so many bytes there")
+    parser.add_argument("--host", metavar="SIZE", help="memory for offloaded tensors; or none")
+    parser.add_argument("--device", help="limited by the budget (default: accelerator or cpu)")
     parser.add_argument(
         "--log",
         "--write-log",
         metavar="FILE",
-        help="keep the telemetry, for memmgr report; --write-log inside torchrun, which takes --log for itself",
+        help="for memmgr report (torchrun: use --write-log)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write a summary, one JSON object, when the script ends")
+    parser.add_argument("--json", metavar="FILE", help="write the figures when the script ends")
     parser.add_argument("--verify", action="store_true", help="compare all restored bytes with checksums")
     parser.add_argument("--fail-on-leak", action="store_true", help="exit code 3 where a leak was found")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
-    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m")
     parser.add_argument("script", help="the script, or the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

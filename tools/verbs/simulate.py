@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=Listed,
         listing=lambda: f"{_PUBLISHED}\n\n{listing()}",
         metavar="NAME",
-        help="default: plan, as in a live run; for operator logs auto; --policy help lists all",
+        help="default: plan (operator logs: auto); help lists all",
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier, each way")
     parser.add_argument(
         "--solver-seconds", type=float, default=LIMIT_SECONDS.get(), metavar="S",
-        help="time limit of the integer programs of a published system at a budget; default: %(default)s",
+        help="limit of an integer program (default %(default)s)",
     )  # fmt: skip
     parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

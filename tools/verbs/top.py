@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_port,
         const=0,
         metavar="PORT",
-        help="in a browser of this machine, until Ctrl-C (default: a free port); a PID comes before it",
+        help="in a browser; PORT behind a PID (default: a free one)",
     )
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.svg", help=f"draw one screen into a file and end, after {SAMPLES} samples"

@@ -42,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="12GB, 12GiB, 80%% (of the device), need*60%%, auto, none (the default)",
+        help="12GB, 80%% (of the device), need*60%%, none (default)",
     )
     add_policy(parser)
-    parser.add_argument("--disk", metavar="FOLDER", help="for evicted tensors; or none")
-    parser.add_argument("--device", help="the device that is measured (default: the accelerator, else cpu)")
-    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument("--disk", metavar="FOLDER", help="a folder for evicted tensors; or none")
+    parser.add_argument("--device", help="which is measured (default: accelerator or cpu)")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m")
     parser.add_argument("script", help="the script, or the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

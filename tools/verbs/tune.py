@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ from memmgr.config.machine import free_bytes
 from memmgr.config.sizes import Need, parse_budget, show_seconds, show_size
 from memmgr.tools.common.console import megabytes, table
 from memmgr.tools.common.policy_option import add_policy
+from memmgr.tools.common.scratch import scratch_folder
 from memmgr.tools.common.usage_error import UsageError, check_readable
 from memmgr.tools.tune import batch_search
 from memmgr.tools.tune.job import Batch, Job
@@ -51,18 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.usage = "memmgr tune [options] (SCRIPT.py | -m MODULE) [its arguments]"
     parser.add_argument("--slowdown", metavar="X", help="the most that is accepted: 1.2, 20%% (default 1.1)")
-    parser.add_argument("--batch", metavar="WHERE", help="find the largest batch: auto, or the place where it is set")
-    parser.add_argument("--batch-now", type=int, metavar="N", help="the script's own batch, where it cannot be found")
+    parser.add_argument("--batch", metavar="WHERE", help="find the largest batch; auto, or where it is set")
+    parser.add_argument("--batch-now", type=int, metavar="N", help="the script's own batch, where it is not found")
     parser.add_argument("--budget", metavar="SIZE", help="of --batch: as of memmgr run (default: device)")
     parser.add_argument("--passes", type=int, metavar="N", help="of each run (default 24; with --batch 12)")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="a .png or .svg (default: SCRIPT.tune.png, with matplotlib)"
-    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="a .png or .svg (default: SCRIPT.tune.png)")
     add_policy(parser)
-    parser.add_argument("--disk", metavar="FOLDER", help="for evicted tensors; or none")
-    parser.add_argument("--device", help="the device that the budget limits (default: the accelerator, else cpu)")
+    parser.add_argument("--disk", metavar="FOLDER", help="a folder for evicted tensors; or none")
+    parser.add_argument("--device", help="limited by the budget (default: accelerator or cpu)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m")
     parser.add_argument("script", help="the script, or the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in ("policy", "disk", "device") if getattr(args, name) is not None}
     passes = args.passes or (_PASSES if batch is None else _PASSES_OF_A_BATCH)
     job = Job(args.script, args.arguments, args.module, passes, options=options)
-    with tempfile.TemporaryDirectory(prefix="memmgr-tune-") as folder, Runner(job, Path(folder), _say) as runner:
+    with scratch_folder("tune") as folder, Runner(job, folder, _say) as runner:
         if batch is not None:
             return _largest_batch(args, runner, batch, most)
         return _budget(args, runner, most)
@@ -259,22 +257,21 @@ def _command(args: argparse.Namespace, budget: str, arguments: list[str] | None 
 
 
 def _largest_batch(args: argparse.Namespace, runner: Runner, batch: Batch, most: float) -> int:
-    budget = args.budget or "device"
     plain = runner.probe(batch)
     now = args.batch_now or batch_search.own_size(batch, runner.job, plain)
-    rows, best = batch_search.search(runner, batch, now, plain.samples, budget, _fixed(args), most, _say)
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "budget": budget,
-                    "now": now,
-                    "largest": vars(best) if best else None,
-                    "tried": [vars(r) for r in rows],
-                }
-            )
-        )
-        return 0 if best is not None else 1
+    found = batch_search.Search(args.budget or "device", now, most)
+    try:
+        batch_search.search(runner, batch, found, plain.samples, _fixed(args), _say)
+    finally:  # an interrupt, or a script that fails with a larger batch, does not lose those that were tried
+        if args.json and found.rows:
+            print(json.dumps(found.plain()))
+        elif found.rows:
+            _show_batches(args, batch, found)
+    return 0 if found.largest is not None else 1
+
+
+def _show_batches(args: argparse.Namespace, batch: Batch, found: batch_search.Search) -> None:
+    best = found.largest
     table(
         ["batch", "needs", "a pass", "a sample", ""],
         [
@@ -283,20 +280,21 @@ def _largest_batch(args: argparse.Namespace, runner: Runner, batch: Batch, most:
                 show_size(row.need_bytes) if row.need_bytes else "",
                 show_seconds(row.seconds) if row.seconds else "",
                 _factor(row.slowdown, row.doubt) if row.slowdown is not None else "",
-                "<- proposal" if row is best else row.error or ("now" if row.batch == now else ""),
+                "<- proposal" if row is best else row.error or ("now" if row.batch == found.now else ""),
             ]
-            for row in rows
+            for row in found.tried
         ],
     )
+    so_far = "" if found.complete else " so far"
     if best is None:
-        print(f"no batch holds in {budget} within {_factor(most)} a sample; --slowdown accepts a larger one")
-        return 1
+        limit = f"in {found.budget} within {_factor(found.most)} a sample"
+        print(f"no batch holds{so_far} {limit}; --slowdown accepts a larger one")
+        return
     print(
-        f"the largest batch in {budget}: {best.batch} (now {now}); a sample takes {_factor(best.slowdown, best.doubt)} the time "
-        "of now without a budget"
+        f"the largest batch{so_far} in {found.budget}: {best.batch} (now {found.now}); a sample takes "
+        f"{_factor(best.slowdown, best.doubt)} the time of now without a budget"
     )
-    print(f"  {_with_batch(args, batch, best.batch, budget)}")
-    return 0
+    print(f"  {_with_batch(args, batch, best.batch, found.budget)}")
 
 
 def _with_batch(args: argparse.Namespace, batch: Batch, size: int, budget: str) -> str:
