@@ -660,7 +660,9 @@ def test_exports_that_outlive_training_steps_are_named_with_room_for_more() -> N
                     kept.append(y.detach().numpy())
             break
         except memmgr.BudgetError as error:
-            more = re.search(r"(?:a whole|this) step and for (\d+) more such tensors; a loop that makes still more", str(error))
+            more = re.search(
+                r"(?:a whole|this) step and for (\d+) more such tensors; a loop that makes still more", str(error)
+            )
             assert more is not None and int(more[1]) == 2 * len(kept) and "`.numpy().copy()`" in str(error), error
             limit = error.enough_bytes
             said.append(limit)
