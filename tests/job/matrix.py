@@ -5,6 +5,7 @@ under budgets of 75 %, 50 % and 1.05 of the floor. Every rank has budgets of its
 """
 
 import gc
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -589,31 +590,42 @@ LATE: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
 """Collectives, and the factor of the result."""
 
 
+_LOOKS = itertools.count()
+
+
 @case
 def late_works(seed: int, scope: Scope) -> Record:
     """Rank 0 has begun, rank 1 comes later: rank 0's tensor stays in the meantime, though all others are evicted."""
     import torch.distributed._functional_collectives as fc
 
     rank, count = dist.get_rank(), torch.arange(4096, dtype=torch.float32)
+    store = dist.distributed_c10d._get_default_store()
     with scope():
         for begin, factor in LATE.values():
             tensor = count * (rank + 1)
-            time.sleep(0.3 * (rank == 1))
+            looked = f"rank 0 has looked, {next(_LOOKS)}"
+            if rank == 1:
+                store.wait([looked])
             work = begin(tensor)
             if rank == 0:
                 for _ in range(20):  # would fill freed memory with poison
                     torch.ones(4096).add_(1)
                 assert budgets.current() is None or native.load().take_away(tensor) == 0
+                store.set(looked, "")
             work = work.wait() and None
             assert torch.equal(tensor, count * factor)
             del work
             no_pins()
             dist.barrier()
         tensor = count * (rank + 1)
-        time.sleep(0.3 * (rank == 1))
+        looked = f"rank 0 has looked, {next(_LOOKS)}"
+        if rank == 1:
+            store.wait([looked])
         total = fc.all_reduce(tensor, "sum", dist.group.WORLD)
         for _ in range(20):
             torch.ones(4096).add_(1)
+        if rank == 0:
+            store.set(looked, "")
         assert torch.equal(total + 0, count * 3.0) and torch.equal(tensor, count * (rank + 1.0))
         del total
         no_pins()
