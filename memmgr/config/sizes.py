@@ -284,9 +284,9 @@ def show_seconds(seconds: float) -> str:
     """`850 us`, `12.3 ms`, `4.2 s`, `3 min 20 s`, `2 h 5 min`."""
     if seconds <= 0:
         return "0"
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1.0:
+    if seconds < 0.9995:  # not 1e+03 ms
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +42,9 @@ STORAGE_METHODS = {
     "__iter__": False,
 }
 NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
-# Methods of modules in TorchScript: they write or copy all tensors of the module.
-SCRIPT_METHODS = (
-    "save",
-    "save_to_buffer",
-    "_save_for_lite_interpreter",
-    "_save_to_buffer_for_lite_interpreter",
-    "__copy__",
-    "__deepcopy__",
-)
+# Modules and functions in TorchScript (traced modules have copies of the methods), and methods that write all their tensors.
+SCRIPTS = (torch.jit._script.RecursiveScriptModule, torch.jit.ScriptModule, torch.jit.ScriptFunction)
+SCRIPT_WRITERS = ("save", "save_to_buffer", "_save_for_lite_interpreter", "_save_to_buffer_for_lite_interpreter")
 # Where torch's profilers begin and end: they note addresses from callbacks, outside of the ops.
 PROFILERS = (
     (torch.autograd.profiler, "_enable_profiler", "_disable_profiler"),
@@ -74,6 +68,23 @@ def storages(values: Iterable[Any]) -> list[Addressed]:
         elif isinstance(value, dict):
             found += storages(value.values())
     return found
+
+
+def script_values(script: Any) -> Iterator[Any]:
+    """The attributes of a module in TorchScript and of its children, and the constants of their graphs; those of a function."""
+    functions = [script]
+    if isinstance(script, torch._C.ScriptModule):
+        kind = torch._C.ConcreteModuleType.from_jit_type(script._type())
+        for name in kind.get_attributes():  # type: ignore[attr-defined]
+            yield script.getattr(name)  # type: ignore[attr-defined]
+        for _, child in torch._C.ModuleDict(script).items():
+            yield from script_values(child)
+        functions = [script._get_method(name) for name in script._method_names()]
+    for function in functions:
+        graph = function.inlined_graph  # its nodes end with it
+        for node in graph.findAllNodes("prim::Constant"):
+            if node.hasAttribute("value"):  # the name of a function is none
+                yield node.output().toIValue()
 
 
 class RawReaders:
@@ -110,8 +121,11 @@ class RawReaders:
         wrap(torch.Tensor, "tolist", self.scoped)
         for name in ("apply_", "map_", "map2_"):
             wrap(torch.Tensor, name, functools.partial(self.scoped, writes=True))
-        for name in SCRIPT_METHODS:
-            wrap(torch.jit._script.RecursiveScriptModule, name, self._of_module)
+        for script in SCRIPTS:
+            for name in SCRIPT_WRITERS:
+                wrap(script, name, self._of_script)
+        for name in ("__copy__", "__deepcopy__"):
+            wrap(torch._C.ScriptModule, name, self._copy_of_script)
         self._profilers()
         for module in (torch, torch.random):
             wrap(module, "set_rng_state", self.scoped)
@@ -138,13 +152,22 @@ class RawReaders:
         """As `scoped`, for conversions to a number: they are frequent, and hardly any of their tensors is paged."""
         return self._pager.around(original, self._pager.pin_number)
 
-    def _of_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for all parameters and buffers of a module."""
+    def _of_script(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for all tensors of a module or a function in TorchScript."""
 
-        def enter(module: Any, *_args: Any, **_kwargs: Any) -> Pin:
-            return self._pager.pin(storages([*module.parameters(), *module.buffers()]))
+        def enter(script: Any, *_args: Any, **_kwargs: Any) -> Pin:
+            return self._pager.pin(storages(script_values(getattr(script, "_c", script))))
 
         return self._pager.around(original, enter)
+
+    def _copy_of_script(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A copy of a module in TorchScript: it also asks for the addresses of the tensors that it has made."""
+
+        @functools.wraps(original)
+        def call(script: Any, *args: Any) -> Any:
+            return self._pager.call_foreign(lambda *_: original(script, *args), tuple(script_values(script)), {})
+
+        return call
 
     def _profilers(self) -> None:
         """While one runs, absent tensors show no trap: its callbacks ask for addresses, and read nothing."""

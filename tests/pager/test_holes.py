@@ -1,6 +1,7 @@
 """Findings of a hostile tester: each gave wrong bits, a crash or a hang without the rule that it names."""
 
 import contextlib
+import copy
 import io
 import sys
 import threading
@@ -171,14 +172,38 @@ RAW: dict[str, Callable[[], torch.Tensor]] = {
     "qparams": lambda: torch.stack(torch.choose_qparams_optimized(torch.arange(4096.0), 4096, 200, 0.16, 8)),
     "saturate": _saturated,
     "script": lambda: _saved(torch.jit.script(nn.Linear(64, 64))),
+    "traced script": lambda: _saved(torch.jit.trace(nn.Linear(64, 64), torch.ones(8, 64))),
+    "constants of a frozen script": lambda: _saved(torch.jit.freeze(torch.jit.script(nn.Linear(64, 64).eval()))),
+    "constants of a traced function": lambda: _saved(torch.jit.trace(_adder(torch.randn(64)), torch.ones(64, 64))),
+    "attributes of a script": lambda: _saved(torch.jit.script(nn.Sequential(_Attributes()))),
+    "copied script": lambda: copy.deepcopy(torch.jit.script(nn.Sequential(_Attributes())))(torch.ones(8, 64)).detach(),
 }
+
+
+class _Attributes(nn.Module):
+    more: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.plain = torch.randn(64, 64)
+        self.more = [torch.randn(64, 64)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight @ self.plain @ self.more[0]
+
+
+def _adder(seed: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    constant = seed * torch.ones(64, 64)
+    return lambda x: x + constant
 
 
 def _saved(module: Any) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.jit.save(module, buffer)
     buffer.seek(0)
-    return torch.cat([p.detach().flatten() for p in torch.jit.load(buffer).parameters()])
+    result: torch.Tensor = torch.jit.load(buffer)(torch.ones(64, 64))
+    return result.detach()
 
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|out of range).*")

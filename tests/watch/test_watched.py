@@ -190,7 +190,15 @@ def test_cells_are_sorted_and_filtered(order: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0, "0"), (2e-6, "2 us"), (0.0123, "12.3 ms"), (4.25, "4.25 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
+    [
+        (0, "0"),
+        (2e-6, "2 us"),
+        (0.0123, "12.3 ms"),
+        (0.9996, "1 s"),
+        (4.25, "4.25 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+    ],
 )
 def test_times_as_people_write_them(seconds: float, shown: str) -> None:
     assert text.show_seconds(seconds) == shown
