@@ -280,7 +280,7 @@ def begun_before(rank: int, world: int, folder: Path) -> None:
         assert torch.equal(x, torch.full_like(x, 3.0))
     assert ["a collective had not ended when the budget opened" in str(w.message) for w in warned] == [True]
     with memmgr.budget("1GB", quiet=True):
-        y = torch.ones(100_000)
+        y = torch.arange(100_000.0)
         assert native.load().take_away(y, 1) == y.nbytes, "the collective has ended"
     ends()
 

@@ -130,6 +130,7 @@ def _figures(peak: int, lost: float) -> dict[str, float]:
         "recompute_seconds": lost,
         "stall_seconds": 0.0,
         "budget_bytes": 20_000_000,
+        "passes": 5,
     }
 
 

@@ -173,8 +173,8 @@ RAW: dict[str, Callable[[], torch.Tensor]] = {
     "saturate": _saturated,
     "script": lambda: _saved(torch.jit.script(nn.Linear(64, 64))),
     "traced script": lambda: _saved(torch.jit.trace(nn.Linear(64, 64), torch.ones(8, 64))),
-    "constants of a frozen script": lambda: _saved(torch.jit.freeze(torch.jit.script(nn.Linear(64, 64).eval()))),
-    "constants of a traced function": lambda: _saved(torch.jit.trace(_adder(torch.randn(64)), torch.ones(64, 64))),
+    "constants of a frozen script": lambda: _saved_constants(nn.Linear(64, 64).eval(), freeze=True),
+    "constants of a traced function": lambda: _saved_constants(nn.Linear(64, 64), freeze=False),
     "attributes of a script": lambda: _saved(torch.jit.script(nn.Sequential(_Attributes()))),
     "copied script": lambda: copy.deepcopy(torch.jit.script(nn.Sequential(_Attributes())))(torch.ones(8, 64)).detach(),
 }
@@ -193,17 +193,24 @@ class _Attributes(nn.Module):
         return x @ self.weight @ self.plain @ self.more[0]
 
 
-def _adder(seed: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    constant = seed * torch.ones(64, 64)
-    return lambda x: x + constant
-
-
 def _saved(module: Any) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.jit.save(module, buffer)
     buffer.seek(0)
     result: torch.Tensor = torch.jit.load(buffer)(torch.ones(64, 64))
     return result.detach()
+
+
+def _saved_constants(model: nn.Module, freeze: bool) -> torch.Tensor:
+    """A script whose parameters are constants of its graph. Torch keeps them for good, so their bytes are given back."""
+    parameters = [*model.parameters()]
+    x = torch.ones(64, 64)
+    model.requires_grad_(False)
+    script = torch.jit.freeze(torch.jit.script(model)) if freeze else torch.jit.trace(lambda x: model(x), x)
+    result = _saved(script)
+    for parameter in parameters:
+        parameter.untyped_storage().resize_(0)
+    return result
 
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|out of range).*")

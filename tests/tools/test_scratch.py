@@ -14,7 +14,8 @@ from memmgr.tools import cli
 from memmgr.tools.common import scratch
 
 HOLD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run below nohup
 from memmgr.tools.common.scratch import scratch_folder
 with scratch_folder("tune") as folder:
     (folder / "run.trace").write_bytes(b"x" * 1500)

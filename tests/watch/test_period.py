@@ -16,7 +16,7 @@ import memmgr
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools import cli
-from memmgr.tools.view.period import AFTER, BEFORE, MOST_BANDS, period
+from memmgr.tools.view.period import AFTER, BEFORE, MOST_BANDS, period, svg
 
 from . import lines
 
@@ -92,6 +92,15 @@ def test_a_deep_model_has_as_many_bands_as_can_be_told_apart() -> None:
     assert names == [f"M.blocks.{i}" for i in range(10)] and len(names) <= MOST_BANDS
 
 
+def test_the_axis_counts_the_ops_that_ran() -> None:
+    """Times between two ops have a place on it, and no number."""
+    names = ("op", "(between ops)") * 20
+    ops = tuple(Op(name, 1.0, (), (k,)) for k, name in enumerate(names))
+    trace = Trace(ops, tuple(Storage(f"{k}.0", 1, k) for k in range(len(ops))), "cpu")
+    said = [int(word) for word in re.findall(r'text-anchor="middle">(\d+)<', svg(period(trace), "a pass"))]
+    assert said == [0, 5, 10, 15]
+
+
 def report(*words: object) -> int:
     return cli.main(["report", *map(str, words)])
 
@@ -102,6 +111,7 @@ def test_the_page_and_the_pictures(tmp_path: Path, capsys: pytest.CaptureFixture
     assert report(tmp_path / "run.jsonl", tmp_path / "pass.trace.gz", "--out", tmp_path / "page.html") == 0
     html = (tmp_path / "page.html").read_text()
     assert "Memory over time" in html and "One pass: pass.trace.gz" in html and "Sequential.2.0" in html
+    assert html.count("<svg") == html.count("<div class=box><svg"), "a narrow screen cannot scroll it"
     for form in ("svg", "png", "perfetto"):
         assert report("--format", form, tmp_path / "pass.trace.gz", "--out", tmp_path / f"x.{form}") == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

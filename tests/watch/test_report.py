@@ -277,6 +277,13 @@ def test_a_narrow_screen_scrolls_tables_and_pictures(tmp_path: Path) -> None:
     assert "min-width: 9rem" in first and "svg { width: 100%; min-width: 48rem" in page
 
 
+@pytest.mark.parametrize(("held", "share"), [(6_000_000, "6 MB"), (12_040_000, "all")])
+def test_a_moment_holds_no_more_than_the_run_needed(held: int, share: str, tmp_path: Path) -> None:
+    moment = {**lines.explained(), "bytes": held}
+    log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), moment, lines.end()])
+    assert f"at 20 s: {share} of the 12 MB that the run needed" in report(tmp_path, str(log))
+
+
 def test_the_floor_is_rounded_up_in_every_view(tmp_path: Path) -> None:
     """As in the summary of a run: a budget of the size that is shown has to work."""
     total = lines.stats(floor_bytes=19_312_345)

@@ -26,6 +26,11 @@ def ticks(begin: float, end: float, about: int = 4) -> Iterator[float]:
         yield i * step
 
 
+def wide(drawn: str) -> str:
+    """A picture that a narrow screen scrolls, since its words would be too small to read there."""
+    return f"<div class=box>{drawn}</div>"
+
+
 def size_ticks(most: int | float, *, binary: bool) -> Iterator[tuple[float, str]]:
     """Sizes from 0 to `most` that are round in their unit, and how they are written."""
     unit = next((1024.0**power for power in range(4, 0, -1) if most >= 1024**power), 1.0) if binary else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from memmgr.config.sizes import UNLIMITED, show_seconds
+from memmgr.config.sizes import UNLIMITED, show_floor, show_seconds, show_size
 from memmgr.observe.summary import slowdown
 from memmgr.tools.view.run_state import GONE, RunState, clean
 
@@ -71,18 +71,18 @@ def waited_for(rows: Sequence[Row]) -> int | None:
 
 def table(ranks: Sequence[RunState]) -> list[tuple[str, ...]]:
     """`HEAD`, a row for each rank, the smallest and the largest of each column."""
-    rows, size = [row_of(watched) for watched in ranks], ranks[0].size
+    rows, binary = [row_of(watched) for watched in ranks], ranks[0].binary
     slowest = waited_for(rows)
     told = [
         (
             f"{row.rank}" + (f" ({row.where})" if row.where else ""),
-            *_cells(row, size),
+            *_cells(row, binary),
             GONE if watched.gone else WAITED_FOR * (row.rank == slowest),
         )
         for watched, row in zip(ranks, rows, strict=True)
     ]
     least, most = _extreme(rows, min), _extreme(rows, max)
-    return [HEAD, *told, ("min", *_cells(least, size), ""), ("max", *_cells(most, size), "")]
+    return [HEAD, *told, ("min", *_cells(least, binary), ""), ("max", *_cells(most, binary), "")]
 
 
 def _extreme(rows: Sequence[Row], pick: Callable[[list[float]], float]) -> Row:
@@ -104,13 +104,17 @@ def _extreme(rows: Sequence[Row], pick: Callable[[list[float]], float]) -> Row:
     )
 
 
-def _cells(row: Row, size: Callable[[float], str]) -> tuple[str, ...]:
+def _cells(row: Row, binary: bool) -> tuple[str, ...]:
+    budget, now, peak, unmanaged = (
+        show_size(size, binary=binary)
+        for size in (row.budget_bytes, row.now_bytes, row.peak_bytes, row.unmanaged_bytes)
+    )
     return (
-        "none" if row.budget_bytes >= UNLIMITED else size(row.budget_bytes),
-        size(row.now_bytes),
-        size(row.peak_bytes),
-        size(row.floor_bytes),
-        size(row.unmanaged_bytes),
+        "none" if row.budget_bytes >= UNLIMITED else budget,
+        now,
+        peak,
+        show_floor(row.floor_bytes, binary=binary),
+        unmanaged,
         f"{row.passes:,}",
         show_seconds(row.lost_seconds),
         "" if row.slowdown is None else f"{row.slowdown:.2f}x",

@@ -11,8 +11,8 @@ from typing import Any
 
 from memmgr.config.sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
-from memmgr.telemetry.trace_file import ops_run
-from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks
+from memmgr.telemetry.trace_file import is_run, ops_run
+from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks, wide
 
 BEFORE, AFTER, NOBODY = "there before the pass", "from backward on", "no module"
 _PLACES = (BEFORE, AFTER, NOBODY)
@@ -33,12 +33,14 @@ class Period:
         bytes: of each band, after each op has begun.
         seconds: when each op begins, from the pass's begin.
         backward_at: the op at which backward begins; None: not known.
+        run: where the ops that ran are among them, in order. The others are times between two ops.
     """
 
     names: list[str]
     bytes: list[list[int]]
     seconds: list[float]
     backward_at: int | None
+    run: list[int]
 
 
 def period(trace: Trace) -> Period:
@@ -79,7 +81,8 @@ def period(trace: Trace) -> Period:
         at += op.seconds
     turn = None if trace.backward_at is None else max(0, trace.backward_at - first)
     kept = [i for i, band in enumerate(bands) if any(band)]
-    return Period([names[i] for i in kept], [bands[i] for i in kept], begins_at[first:], turn)
+    run = [k - first for k, op in enumerate(trace.ops) if is_run(op)]
+    return Period([names[i] for i in kept], [bands[i] for i in kept], begins_at[first:], turn, run)
 
 
 def _makers(trace: Trace) -> list[str]:
@@ -142,10 +145,17 @@ def svg(found: Period, name: str, *, binary: bool = False) -> str:
         at = x(found.backward_at)
         parts.append(f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{floor}"/>')
         parts.append(f'<text class="label" x="{at + 6:.1f}" y="{TOP + 12}">backward</text>')
-    for op in ticks(0, count, 6):
-        parts.append(f'<text class="tick" x="{x(op):.1f}" y="{floor + 18}" text-anchor="middle">{op:.0f}</text>')
+    for op, said in _marks(found):
+        parts.append(f'<text class="tick" x="{x(op):.1f}" y="{floor + 18}" text-anchor="middle">{said}</text>')
     parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">op</text>')
     return "".join(parts) + "</svg>"
+
+
+def _marks(found: Period) -> Iterator[tuple[int, str]]:
+    """Places on the axis, and how many ops have run before each."""
+    for op in ticks(0, len(found.run), 6):
+        if int(op) < len(found.run):
+            yield found.run[int(op)], f"{int(op):,}"
 
 
 def _steps(points: list[tuple[float, float]], end: float) -> list[str]:
@@ -176,7 +186,7 @@ def section(name: str, trace: Trace, *, binary: bool = False) -> str:
     return (
         f"<h2>One pass: {escape(name)}</h2><p class=soft>{ops_run(trace):,} ops in {show_seconds(trace.seconds)}; at most "
         f"{show_size(peak, binary=binary)}, at {escape(trace.ops[at].name)}. Without a budget: "
-        "what the pass holds, by the layer that made it.</p>" + svg(found, name, binary=binary) + key(found)
+        "what the pass holds, by the layer that made it.</p>" + wide(svg(found, name, binary=binary)) + key(found)
     )
 
 
@@ -218,6 +228,7 @@ def write_picture(trace: Trace, path: Path, name: str) -> None:
         axes.axvline(found.backward_at, color="#5b6472", linestyle="--", linewidth=1)
         axes.text(found.backward_at, 1.01, "backward", transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
     axes.set_xlim(0, max(len(found.seconds) - 1, 1))
+    axes.set_xticks([at for at, _ in _marks(found)], [said for _, said in _marks(found)])
     axes.set(xlabel="op", ylabel="MB without a budget")
     axes.set_title(name, pad=18)  # above the word "backward"
     handles, labels = axes.get_legend_handles_labels()

@@ -13,7 +13,7 @@ from memmgr.observe.slowness import HELPS, WHERE, wants_budget
 from memmgr.observe.slowness import lines as why_slow
 from memmgr.observe.summary import main_figures
 from memmgr.policies.trace import Trace
-from memmgr.tools.view.charts import bars, over_time
+from memmgr.tools.view.charts import bars, over_time, wide
 from memmgr.tools.view.job import jobs, table
 from memmgr.tools.view.period import section
 from memmgr.tools.view.run_state import LAYERS, RunState, clean
@@ -49,10 +49,11 @@ svg { width: 100%; min-width: 48rem; height: auto; font-size: 12px; } .grid { st
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
-td { white-space: nowrap; } .box { overflow-x: auto; }
+td { white-space: nowrap; } .box { overflow-x: auto; } td.text, th.text { text-align: left; }
 td:first-child, th:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
 """
 _COSTS = ("recompute", "reload", "stall")
+_WORDS = ("name", "kind", "module", "line")
 
 
 def page(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, Trace]] = ()) -> str:
@@ -111,7 +112,7 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
         lines = ["nothing can be said: the log ends before the first pass does"]
     lines = lines or [no_change(stats, binary=binary)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
-    yield f"<h3>Memory over time</h3>{_wide(over_time(watched))}{_key()}"
+    yield f"<h3>Memory over time</h3>{wide(over_time(watched))}{_key()}"
     yield from _states(watched)
     yield from _time(watched)
     yield from _gone(watched)
@@ -162,11 +163,6 @@ def _tiles(watched: RunState) -> str:
     )
 
 
-def _wide(drawn: str) -> str:
-    """A picture that a narrow screen scrolls, since its words would be too small to read there."""
-    return f"<div class=box>{drawn}</div>"
-
-
 def _faults(watched: RunState) -> list[str]:
     lines = [
         f"at {show_seconds(seconds)}: {text}"
@@ -193,7 +189,7 @@ def _states(watched: RunState) -> Iterator[str]:
     moved = [(flow.kind, flow.moved_bytes) for flow in found.each]
     could = could_move(watched, found.pass_seconds)
     yield "<h3>Model states, and bytes moved a pass</h3>"
-    yield _wide(bars([("moved a pass", moved), (could, [("link", found.link_bytes)])], watched.size))
+    yield wide(bars([("moved a pass", moved), (could, [("link", found.link_bytes)])], watched.size))
     yield "<div class=box><table><tr><th>kind</th><th>resident in the end</th><th>offloaded</th><th>moved a pass</th></tr>"
     for flow in found.each:
         name = f'<i style="background: var(--{flow.kind})"></i>{flow.kind.replace("_", " ")}'
@@ -210,7 +206,7 @@ def _time(watched: RunState) -> Iterator[str]:
         ]
         drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0])
         if drawn:
-            yield f"<h3>{title}</h3>{_wide(drawn)}"
+            yield f"<h3>{title}</h3>{wide(drawn)}"
             if key == "module":
                 names = (
                     ("recompute", "recomputing"),
@@ -247,12 +243,14 @@ def _holders(watched: RunState) -> Iterator[str]:
     if not found:
         return
     yield f"<h3>Who holds the memory, {_moment(watched)}</h3><div class=box><table>"
-    yield "<tr><th>name</th><th>kind</th><th>module</th><th>line</th><th>tensors</th><th>size</th><th>of it absent</th></tr>"
+    yield (
+        "<tr><th>name</th><th class=text>kind</th><th class=text>module</th><th class=text>line</th><th>tensors</th>"
+        "<th>size</th><th>of it absent</th></tr>"
+    )
     for row in found["holders"][:MOST_ROWS]:
         shown = {**row, "kind": f"{row['kind']}, a leak" if row.get("leak") else row["kind"]}
-        words = "".join(
-            f"<td>{escape(clean(str(shown[key])))}</td>" for key in ("name", "kind", "module", "line", "count")
-        )
+        words = "".join(f"<td class=text>{escape(clean(str(shown[key])))}</td>" for key in _WORDS)
+        words += f"<td>{int(row['count']):,}</td>"
         sizes = "".join(
             f"<td>{'-' if row[key] is None else watched.size(int(row[key]))}</td>" for key in ("bytes", "absent_bytes")
         )
@@ -271,8 +269,9 @@ def _moment(watched: RunState) -> str:
     if "bytes" not in found:
         return f"at {at} (the highest moment that was looked at)"
     moment = f"at the peak of a pass before {at}" if found.get("at_peak") else f"at {at}"
-    needed = max(int(found["bytes"]), int(watched.stats.get("unmanaged_peak_bytes", 0)))
-    return f"{moment}: {watched.size(int(found['bytes']))} of the {watched.size(needed)} that the run needed"
+    held, needed = int(found["bytes"]), int(watched.stats.get("unmanaged_peak_bytes", 0))
+    share = watched.size(held) if held < needed else "all"
+    return f"{moment}: {share} of the {watched.size(needed or held)} that the run needed"
 
 
 def _plans(watched: RunState) -> Iterator[str]:

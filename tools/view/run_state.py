@@ -135,6 +135,11 @@ class RunState:
         self.error = ""
 
     @property
+    def of_log(self) -> bool:
+        """Its lines come from a file, which has all of them and nothing that is so now."""
+        return self.points.maxlen is None
+
+    @property
     def stats(self) -> dict[str, Any]:
         """`memmgr.stats()` at the end, or as the last sample had it."""
         if self.end is not None and self.end.get("stats"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, parse_limit, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, parse_limit, show_floor, show_seconds, show_size
 from memmgr.policies.plan.split import Curve, Limit, Split, equal, split, spread
 from memmgr.policies.trace import Trace
 from memmgr.telemetry.trace_file import is_trace, read_about, read_trace
@@ -240,8 +240,8 @@ def _too_little(ranks: Sequence[Rank], limits: Sequence[Limit]) -> str:
     for limit in limits:
         least = sum(floors[i] for i in limit.ranks)
         if least > limit.size_bytes:
-            each = ", ".join(f"rank {ranks[i].number} {show_size(floors[i])}" for i in limit.ranks)
-            return f"{show_size(limit.size_bytes)} are less than what fits, {show_size(least)}: {each}"
+            each = ", ".join(f"rank {ranks[i].number} {show_floor(floors[i])}" for i in limit.ranks)
+            return f"{show_size(limit.size_bytes)} are less than what fits, {show_floor(least)}: {each}"
     raise AssertionError("the floors fit, and no split was found")  # a bug of memmgr
 
 

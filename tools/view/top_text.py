@@ -57,6 +57,8 @@ STYLES = {
     "free": SOFT,
     "budget": "bold",
 }
+NO_END = "no end (killed?)"
+"""The state of a run whose log has no end."""
 SORTS = ("size", "age", "cost", "module", "op", "state")
 
 
@@ -86,6 +88,8 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Lin
         state = "lost"
     elif watched.gone:
         state = f"{GONE} {show_seconds(round(silent))} ago"
+    elif watched.of_log:
+        state = NO_END
     else:
         state = str(watched.sample.get("phase", "waiting"))
         if watched.by_plan():
@@ -100,7 +104,7 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Lin
     device = clean(str(watched.hello.get("device", "cpu")))
     left += ("" if device == "cpu" else f" {device}") + (f" {place}" if place else "")
     room = max(0, width - len(left) - len(right) - 4)
-    bad = watched.gone or state in ("failed", "lost") or "silent" in right
+    bad = watched.gone or state in ("failed", "lost", NO_END) or "silent" in right
     return [
         (left + "  ", "bold"),
         (fit(watched.program, room, glyphs).ljust(room), ""),

@@ -126,6 +126,12 @@ NoDestructor<Others> others;
 
 std::atomic<bool> waiting_for_others{false};
 
+template <class F>
+void remove_locked(const F& has_ended) REQUIRES(others->lock) {
+  auto& all = others->all;
+  all.erase(std::remove_if(all.begin(), all.end(), has_ended), all.end());
+}
+
 void end_freeze_locked() REQUIRES(others->lock) {
   if (others->all.empty() && waiting_for_others.exchange(false)) freeze_all_evictions(false);
 }
@@ -205,7 +211,7 @@ void give_others_a_moment() {
             [&](unsigned long thread, PyFrameObject* top) { now[thread] = {top, PyFrame_GetLasti(top)}; }))
       return;
     const Hold lock(others->lock);
-    std::erase_if(others->all, [&](const Other& o) {
+    remove_locked([&](const Other& o) {
       const auto there = now.find(o.thread);
       return there == now.end() || there->second != std::pair<const void*, int>{o.frame, o.instruction};
     });
@@ -223,7 +229,7 @@ bool others_are_in_their_ops() {
     const uint64_t now = now_ns();
     if (!others->until_ns) others->until_ns = now + kMostNs;
     late = now > others->until_ns;
-    std::erase_if(others->all, [&](Other& o) {
+    remove_locked([&](Other& o) {
       return late || ops_counted_of(o.sleeper.system_thread) != o.ops || rests(&o.sleeper, now, kLongNs);
     });
     if (!others->all.empty()) return true;
