@@ -173,10 +173,7 @@ RAW: dict[str, Callable[[], torch.Tensor]] = {
     "saturate": _saturated,
     "script": lambda: _saved(torch.jit.script(nn.Linear(64, 64))),
     "traced script": lambda: _saved(torch.jit.trace(nn.Linear(64, 64), torch.ones(8, 64))),
-    "constants of a frozen script": lambda: _saved_constants(nn.Linear(64, 64).eval(), freeze=True),
-    "constants of a traced function": lambda: _saved_constants(nn.Linear(64, 64), freeze=False),
     "attributes of a script": lambda: _saved(torch.jit.script(nn.Sequential(_Attributes()))),
-    "copied script": lambda: copy.deepcopy(torch.jit.script(nn.Sequential(_Attributes())))(torch.ones(8, 64)).detach(),
 }
 
 
@@ -201,18 +198,6 @@ def _saved(module: Any) -> torch.Tensor:
     return result.detach()
 
 
-def _saved_constants(model: nn.Module, freeze: bool) -> torch.Tensor:
-    """A script whose parameters are constants of its graph. Torch keeps them for good, so their bytes are given back."""
-    parameters = [*model.parameters()]
-    x = torch.ones(64, 64)
-    model.requires_grad_(False)
-    script = torch.jit.freeze(torch.jit.script(model)) if freeze else torch.jit.trace(lambda x: model(x), x)
-    result = _saved(script)
-    for parameter in parameters:
-        parameter.untyped_storage().resize_(0)
-    return result
-
-
 @pytest.mark.filterwarnings("ignore:.*(deprecated|out of range).*")
 @pytest.mark.parametrize("name", RAW)
 def test_more_that_reads_raw(name: str) -> None:
@@ -221,6 +206,45 @@ def test_more_that_reads_raw(name: str) -> None:
     with memmgr.budget("1GB", policy="torture", quiet=True, verify=True):
         torch.manual_seed(0)
         assert torch.equal(RAW[name](), want)
+
+
+CONSTANTS = """
+import io, sys, torch, memmgr
+
+def saved():
+    torch.manual_seed(0)
+    if sys.argv[1] == "frozen script":
+        script = torch.jit.freeze(torch.jit.script(torch.nn.Linear(256, 256).eval()))
+    else:
+        constant = torch.randn(256, 256)
+        script = torch.jit.trace(lambda x: x + constant, torch.ones(256, 256))
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)(torch.ones(256, 256))
+
+want = saved()
+with memmgr.budget("1GB", policy="torture", quiet=True):
+    assert torch.equal(saved(), want)
+"""
+
+
+@pytest.mark.parametrize("owner", ["frozen script", "traced function"])
+def test_constants_of_a_graph_are_in_memory_while_they_are_saved(owner: str) -> None:
+    """In a process of its own: torch keeps these constants until the process ends."""
+    done = forkserver.run([sys.executable, "-c", CONSTANTS, owner], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated.*")
+def test_a_deep_copy_of_a_script_has_room_where_it_and_its_copy_have_none_together() -> None:
+    script = torch.jit.script(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))  # 2.1 MB
+    with memmgr.budget("2600KB", quiet=True) as mm:
+        made = copy.deepcopy(script)
+        stats = mm.stats()
+        assert stats["offloads"] + stats["evictions"] > 0
+    for want, found in zip(script.parameters(), made.parameters(), strict=True):
+        assert torch.equal(want, found)
 
 
 PROFILED = """
