@@ -11,6 +11,7 @@ import torch
 
 from memmgr.common.constants import Escape
 from memmgr.common.errors import BudgetError
+from memmgr.config.sizes import UNLIMITED
 from memmgr.native.device import out_of_memory_words
 from memmgr.readers.patches import Patches
 
@@ -124,7 +125,8 @@ class Explainer:
 
     def spent(self, text: str) -> BudgetError:
         """This thread found no room; `text` is the allocator's."""
-        self._native.note_refused()
+        if self._asked.limit_bytes < UNLIMITED:  # else the system has refused it, and no budget is large enough
+            self._native.note_refused()
         self.refused = True
         census = Census(self._native)
         held = self._held_bytes(census)

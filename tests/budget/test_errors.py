@@ -145,6 +145,15 @@ def test_an_op_that_can_never_fit(policy: str) -> None:
         assert (a * 2).sum().item() == 4_000_000
 
 
+def test_a_request_that_the_system_refuses_without_a_limit_raises_no_floor() -> None:
+    """A script that looks for its largest batch catches the error."""
+    with memmgr.budget(None, quiet=True) as mm:
+        with pytest.raises(RuntimeError):
+            torch.empty(1 << 50)
+        (torch.ones(100_000) * 2).sum()
+        assert mm.stats()["floor_bytes"] <= mm.stats()["resident_bytes.peak"]
+
+
 def test_an_error_in_backward_is_ours_too() -> None:
     """A backward that needs more than forward did."""
     with memmgr.budget(20 * MB, quiet=True):
