@@ -105,7 +105,7 @@ def unplanned(stats: Mapping[str, Any], reason: str = "") -> str:
         why = "they ended before the plan was made, or are unlike the planned ones"
     else:
         why = "no plan was made" + (" (a run of so few often ends before its plan)" if passes < FEW_PASSES else "")
-    return f"{without:,} of {passes:,} passes without a plan: {why}"
+    return f"{without:,} of {passes:,} passes followed no plan to its end: {why}"
 
 
 def best_change(stats: Mapping[str, Any], *, binary: bool = False) -> tuple[str, float] | None:

@@ -157,14 +157,15 @@ def difference(
     elif at >= len(ran):
         return f"op {at:,} of {len(planned):,}, the last one of these passes", True
     elif at >= len(planned):
-        words = "the plan has ended before it"
+        words = f"the plan has {len(planned):,} ops"
     elif ran.name(at) == planned.name(at):
         words = _cells(planned.cells(at, made=False), ran.cells(at, made=False), "arguments") or "other arguments"
     else:
         words = f"in the place of {planned.name(at)}"
     name = module(ran.module(at))
     place = f" in `{name}`" if name else ""
-    return f"op {at + 1:,} of {len(planned):,}, {ran.name(at)}{place}: {words}", name is not None
+    of = f" of {len(planned):,}" if at < len(planned) else ""
+    return f"op {at + 1:,}{of}, {ran.name(at)}{place}: {words}", name is not None
 
 
 def _cells(planned: list[tuple[int, int]], ran: list[tuple[int, int]], what: str) -> str:

@@ -74,15 +74,23 @@ def test_the_change_that_helps_most_has_an_estimate() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason", "words"),
     [
-        ({"planned_passes": 5}, "no schedule fits", "15 of 20 passes without a plan: no schedule fits"),
-        ({"planned_passes": 5, "left_passes": 9}, "", "15 of 20 passes without a plan: 9 did other ops than the plan"),
-        ({"planned_passes": 0}, "", "20 of 20 passes without a plan: no plan was made"),
+        ({"planned_passes": 5}, "no schedule fits", "15 of 20 passes followed no plan to its end: no schedule fits"),
+        (
+            {"planned_passes": 5, "left_passes": 9},
+            "",
+            "15 of 20 passes followed no plan to its end: 9 did other ops than the plan",
+        ),
+        ({"planned_passes": 0}, "", "20 of 20 passes followed no plan to its end: no plan was made"),
         (
             {"planned_passes": 0, "passes": 9},
             "",
-            "9 of 9 passes without a plan: no plan was made (a run of so few",
+            "9 of 9 passes followed no plan to its end: no plan was made (a run of so few",
         ),
-        ({"planned_passes": 5, "plans": 1}, "", "15 of 20 passes without a plan: they ended before the plan"),
+        (
+            {"planned_passes": 5, "plans": 1},
+            "",
+            "15 of 20 passes followed no plan to its end: they ended before the plan",
+        ),
         ({"planned_passes": 19}, "", ""),
         ({"planned_passes": 0, "passes": 3}, "", ""),
         ({"planned_passes": 0, "unmanaged_peak_bytes": 1}, "", ""),
@@ -97,7 +105,7 @@ def test_one_sentence_has_all_of_it() -> None:
     said = why_slow(_stats(planned_passes=5), reason="no schedule fits")
     assert said.startswith("where the time went: recomputing 15.0%")
     assert said.endswith(
-        "; 15 of 20 passes without a plan: no schedule fits; what would help most: +3.2 MB of budget (11.2 MB), about 16% "
+        "; 15 of 20 passes followed no plan to its end: no schedule fits; what would help most: +3.2 MB of budget (11.2 MB), about 16% "
         "less time (an estimate)"
     )
     assert is_slow(_stats())
