@@ -63,7 +63,7 @@ def test_the_plain_screen_is_repeated_until_the_end(capsys: pytest.CaptureFixtur
     with lines.served(4242, [*lines.lines(), lines.end()], hang_up=True):
         assert cli.main(["top", "4242", "--interval", "0.02"]) == 0
     shown = capsys.readouterr().out
-    assert "ended  20 passes  29.5 s" in shown and "\x1b" not in shown
+    assert "ended  20 passes  after 29.5 s" in shown and "\x1b" not in shown
 
 
 # -- bad input: one line, code 2 --
@@ -328,7 +328,7 @@ def test_a_process_that_was_killed_does_not_look_alive() -> None:
 
         async def look(pilot: Any) -> None:
             first = _text(app).splitlines()
-            assert first[0].endswith("gone (killed?) 0 ago  5 passes  29.5 s")
+            assert first[0].endswith("gone (killed?) 0 ago  5 passes  after 29.5 s")
             app._attached[0]._heard -= 12.0
             await pilot.pause(0.3)
             shown = _text(app).splitlines()

@@ -43,7 +43,8 @@ out, and in tables and the address space those of the op that runs;
 evictable = the other resident bytes; at times = between the least and the most
 of a column, which is some samples; evicted = dropped, to be recomputed, and
 offloaded = copied to the tier: at their most; absent = both of them;
-clean = resident, and the tier has a copy.
+clean = resident, and the tier has a copy. Above: measuring = the peak of the
+passes that ran before the budget was set to a share of what they need.
 
 [b]Address space[/b]: leaving = chosen to be evicted, or copied already.
 
@@ -174,7 +175,6 @@ class TopApp(App[None]):
             text.activity(watched, width, glyphs),
             *text.leaks(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
-            [*text.legend(text.SPACE, glyphs), (text.age(watched, watched.map), text.STYLES["leaving"])],
         ]
         shown = Text("\n", no_wrap=True, end="").join(Text.assemble(*line) for line in lines)
         bar = self._bar(watched)
