@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from memmgr.observe.states import KINDS
 from memmgr.telemetry import stream
 from memmgr.tools import cli
 from memmgr.tools.verbs import top
@@ -230,7 +231,11 @@ def test_keys() -> None:
             assert "optimizer states" in shown and "Net.first.0" in shown
             assert "3 lines were dropped" in await after("tab")
             assert "Net.first.1" in await after("tab", "tab")
-            assert "closes this" in await after("question_mark")
+            from memmgr.tools.view.top_app import HELP
+
+            shown = await after("question_mark")
+            wanted = [line for line in re.sub(r"\[/?b\]", "", HELP).splitlines() if line]
+            assert [line for line in wanted if f" {line}\n" not in shown + "\n"] == [], "a line is wrapped or cut off"
             assert "closes this" not in await after("x")
             shown = await after("slash", *"second", "enter")
             assert "Net.second.1" in shown and "Net.first" not in shown and "with 'second'" in shown
@@ -295,7 +300,13 @@ def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pyt
             assert "4 events   not told" not in _text(app), "the modules are there"
             await pilot.press("3")
             await pilot.pause()
-            assert "not told yet" in _text(app) and "silent" not in _text(app)
+            assert "4 events   not told yet" in _text(app) and "silent" not in _text(app)
+            total = app._attached[0].watched.sample["total"]
+            for kind in KINDS:
+                total |= {f"{figure}_bytes.{kind}": 1 for figure in ("resident", "offloaded", "moved")}
+            app.draw()
+            await pilot.pause()
+            assert "4 events   modules not told yet" in _text(app), "their sums are there"
             app._attached[0]._heard -= 30.0
             await pilot.pause(0.3)
             assert "silent for" in _text(app).splitlines()[0]
