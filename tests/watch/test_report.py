@@ -292,6 +292,13 @@ def test_the_budget_begins_after_the_passes_that_measured(tmp_path: Path) -> Non
     assert "measured" not in pages[1]
 
 
+def test_a_budget_after_the_last_sample_has_no_line_outside_of_the_picture(tmp_path: Path) -> None:
+    limit = {"type": "event", "what": "limit", "seconds": 40.0, "text": "", "budget_bytes": 8_000_000}
+    page = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), limit, lines.end()])))
+    (begin,) = re.findall(r'<line class="budget" x1="([\d.]+)"', page)
+    assert float(begin) == WIDTH - RIGHT
+
+
 def test_a_pointer_reads_the_figures_of_each_column(tmp_path: Path) -> None:
     page = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])))
     told = re.findall(r'class="value"[^>]*><title>([^<]*)</title>', page)

@@ -70,7 +70,7 @@ def over_time(watched: RunState) -> str:
     parts += [*_layers(found, axes), *_few(found, axes)]
     if budget < UNLIMITED:
         y, label = axes.y(budget), f"budget {watched.size(budget)}"
-        since = axes.x(max(begin, watched.limit_seconds))
+        since = axes.x(min(max(begin, watched.limit_seconds), end))
         parts.append(f'<line class="budget" x1="{since:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="label" x="{WIDTH - 12}" y="{y - 5:.1f}" text-anchor="end">{label}</text>')
     parts += [*_passes(points, axes), *_values(watched, found, axes)]
