@@ -76,7 +76,7 @@ def test_the_report_begins_with_all_ranks(tmp_path: Path) -> None:
     assert cli.main(["report", *map(str, logs), "--out", str(out)]) == 0
     page = out.read_text()
     assert page.index("<h2>2 of 3 ranks</h2>") < page.index("<h2>run.rank0.jsonl, rank 0</h2>")
-    assert f"<td>{WAITED_FOR}</td>" in page
+    assert f"<td class=text>{WAITED_FOR}</td>" in page
     assert cli.main(["report", str(logs[0]), "--out", str(out)]) == 0
     assert "of 3 ranks" not in out.read_text()  # one alone is not beside anybody
 

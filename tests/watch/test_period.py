@@ -16,7 +16,7 @@ import memmgr
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.telemetry.trace_file import read_trace, write_trace
 from memmgr.tools import cli
-from memmgr.tools.view.period import AFTER, BEFORE, MOST_BANDS, period, svg
+from memmgr.tools.view.period import AFTER, BEFORE, MOST_BANDS, period, section, svg
 
 from . import lines
 
@@ -99,6 +99,11 @@ def test_the_axis_counts_the_ops_that_ran() -> None:
     trace = Trace(ops, tuple(Storage(f"{k}.0", 1, k) for k in range(len(ops))), "cpu")
     said = [int(word) for word in re.findall(r'text-anchor="middle">(\d+)<', svg(period(trace), "a pass"))]
     assert said == [0, 5, 10, 15]
+
+
+def test_the_op_of_the_peak_has_its_name_of_every_view() -> None:
+    trace = Trace((Op("aten::mm.default", 1.0, (), (0,)),), (Storage("0.0", 1, 0),), "cpu")
+    assert "at most 1 B, at mm." in section("a pass", trace)
 
 
 def report(*words: object) -> int:

@@ -14,6 +14,7 @@ import pytest
 from memmgr.observe.advice import advice, more_budget
 from memmgr.tools import cli
 from memmgr.tools.view import top_text
+from memmgr.tools.view.charts import LEFT, RIGHT, WIDTH
 from memmgr.tools.view.run_state import RunState
 from watch import lines
 
@@ -123,7 +124,8 @@ def test_sizes_are_in_the_units_of_the_user(binary: bool, budget: str, tmp_path:
 
 def test_a_killed_run_is_reported_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = lines.written(tmp_path / "run.jsonl", lines.lines())
-    assert "The log has no end" in report(tmp_path, str(log))
+    page = report(tmp_path, str(log))
+    assert "The log has no end" in page and "Its last sample is of 29.5 s." in page
     err = capsys.readouterr().err
     assert "it has no end: the process was killed" in err and len(err.splitlines()) == 1
 
@@ -277,6 +279,32 @@ def test_a_narrow_screen_scrolls_tables_and_pictures(tmp_path: Path) -> None:
     assert "min-width: 9rem" in first and "svg { width: 100%; min-width: 48rem" in page
 
 
+def test_the_budget_begins_after_the_passes_that_measured(tmp_path: Path) -> None:
+    limit = {"type": "event", "what": "limit", "seconds": 14.75, "text": "", "budget_bytes": 8_000_000}
+    ended = lines.end(**{"measuring_bytes.peak": 9_500_000})
+    pages = [
+        report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), *more])))
+        for more in ([limit, ended], [lines.end()])
+    ]
+    begins = [float(x) for page in pages for x in re.findall(r'<line class="budget" x1="([\d.]+)"', page)]
+    assert begins == [pytest.approx((LEFT + WIDTH - RIGHT) / 2, abs=0.1), LEFT], "half of 29.5 s"
+    assert "peak while it measured<b>9.5 MB</b>" in pages[0] and "their peak was 9.5 MB" in pages[0]
+    assert "measured" not in pages[1]
+
+
+def test_a_budget_after_the_last_sample_has_no_line_outside_of_the_picture(tmp_path: Path) -> None:
+    limit = {"type": "event", "what": "limit", "seconds": 40.0, "text": "", "budget_bytes": 8_000_000}
+    page = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), limit, lines.end()])))
+    (begin,) = re.findall(r'<line class="budget" x1="([\d.]+)"', page)
+    assert float(begin) == WIDTH - RIGHT
+
+
+def test_a_pointer_reads_the_figures_of_each_column(tmp_path: Path) -> None:
+    page = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])))
+    told = re.findall(r'class="value"[^>]*><title>([^<]*)</title>', page)
+    assert len(told) == 59 and told[0] == "0: resident 3 MB to 4.2 MB, with absent memory 4.2 MB"
+
+
 @pytest.mark.parametrize(("held", "share"), [(6_000_000, "6 MB"), (12_040_000, "all")])
 def test_a_moment_holds_no_more_than_the_run_needed(held: int, share: str, tmp_path: Path) -> None:
     moment = {**lines.explained(), "bytes": held}
@@ -292,6 +320,9 @@ def test_the_floor_is_rounded_up_in_every_view(tmp_path: Path) -> None:
     watched = RunState()
     for line in found:
         watched.feed(line)
+    error = {"type": "event", "what": "budget_error", "seconds": 2.0, "floor_bytes": 1, "enough_bytes": 19_312_345}
+    watched.feed(error)
+    assert watched.log[-1][1] == "budget error: a budget of 19.4 MB (19,312,345 bytes) should do"
     assert "19.4 MB" in page and "floor 19.4 MB" in top_text.plain(top_text.once(watched, 80, 24, top_text.ASCII))
     assert "the floor (no smaller budget can work) is about 19.4 MB" in advice(total)[0]
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from memmgr.observe.states import KINDS
 from memmgr.telemetry import stream
 from memmgr.tools import cli
 from memmgr.tools.verbs import top
@@ -63,7 +64,7 @@ def test_the_plain_screen_is_repeated_until_the_end(capsys: pytest.CaptureFixtur
     with lines.served(4242, [*lines.lines(), lines.end()], hang_up=True):
         assert cli.main(["top", "4242", "--interval", "0.02"]) == 0
     shown = capsys.readouterr().out
-    assert "ended  20 passes  29.5 s" in shown and "\x1b" not in shown
+    assert "ended  20 passes  after 29.5 s" in shown and "\x1b" not in shown
 
 
 # -- bad input: one line, code 2 --
@@ -230,7 +231,11 @@ def test_keys() -> None:
             assert "optimizer states" in shown and "Net.first.0" in shown
             assert "3 lines were dropped" in await after("tab")
             assert "Net.first.1" in await after("tab", "tab")
-            assert "closes this" in await after("question_mark")
+            from memmgr.tools.view.top_app import HELP
+
+            shown = await after("question_mark")
+            wanted = [line for line in re.sub(r"\[/?b\]", "", HELP).splitlines() if line]
+            assert [line for line in wanted if f" {line}\n" not in shown + "\n"] == [], "a line is wrapped or cut off"
             assert "closes this" not in await after("x")
             shown = await after("slash", *"second", "enter")
             assert "Net.second.1" in shown and "Net.first" not in shown and "with 'second'" in shown
@@ -295,7 +300,13 @@ def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pyt
             assert "4 events   not told" not in _text(app), "the modules are there"
             await pilot.press("3")
             await pilot.pause()
-            assert "not told yet" in _text(app) and "silent" not in _text(app)
+            assert "4 events   not told yet" in _text(app) and "silent" not in _text(app)
+            total = app._attached[0].watched.sample["total"]
+            for kind in KINDS:
+                total |= {f"{figure}_bytes.{kind}": 1 for figure in ("resident", "offloaded", "moved")}
+            app.draw()
+            await pilot.pause()
+            assert "4 events   modules not told yet" in _text(app), "their sums are there"
             app._attached[0]._heard -= 30.0
             await pilot.pause(0.3)
             assert "silent for" in _text(app).splitlines()[0]
@@ -328,7 +339,7 @@ def test_a_process_that_was_killed_does_not_look_alive() -> None:
 
         async def look(pilot: Any) -> None:
             first = _text(app).splitlines()
-            assert first[0].endswith("gone (killed?) 0 ago  5 passes  29.5 s")
+            assert first[0].endswith("gone (killed?) 0 ago  5 passes  after 29.5 s")
             app._attached[0]._heard -= 12.0
             await pilot.pause(0.3)
             shown = _text(app).splitlines()

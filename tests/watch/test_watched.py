@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,41 @@ def test_a_stream_without_its_end_is_of_a_process_that_is_gone() -> None:
     assert text.log_lines(watched)[-1].startswith("     29.5 s  gone: ")
     shown = text.once(watched, 80, 24, text.ASCII)
     assert text.plain(shown[-1:]) == "process 4242 has gone: no end of its budget came (killed?)" and len(shown) <= 23
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        ([], "no end (killed?)  5 passes  after 29.5 s"),
+        ([lines.end()], "ended  20 passes  after 29.5 s"),
+        ([{**lines.end(), "failed": True, "error": "ValueError"}], "ended by ValueError  20 passes  after 29.5 s"),
+    ],
+)
+def test_a_log_shows_nothing_live_and_all_of_its_time(last: list[dict[str, Any]], state: str, width: int) -> None:
+    first, second, *rest = text.plain(
+        text.once(fed([*lines.lines(), *last], points=None), width, 24, text.ASCII)
+    ).splitlines()
+    assert first.endswith(state) and second.startswith("budget 8 MB  peak 8 MB  floor 3.9 MB")
+    axis = next(line for line in rest if line.endswith(" end"))
+    assert axis.split()[:3] == ["29.5", "s", "before"], "the whole log is drawn"
+    assert any(line.startswith("all of it: ") for line in rest)
+    assert "the largest tensors at 20 s, the last time that the log has them" in rest
+    assert not re.search(r"\b(now|phase|by plan|ago|so far|waiting for|address|old)\b", "\n".join([first, *rest]))
+
+
+def test_a_log_of_more_samples_than_columns_is_drawn_from_its_beginning() -> None:
+    found = [lines.hello(), *(lines.sample(i) for i in range(500))]
+    shown = text.plain(text.chart(fed(found, points=None), 80, 6, text.ASCII))
+    assert "4 min 9 s before " in shown and "4 min 9 s ago" not in text.plain(text.chart(fed(found), 80, 6, text.ASCII))
+
+
+def test_the_peak_of_measuring_passes_is_left_out_where_it_does_not_fit() -> None:
+    watched = fed()
+    watched.sample["total"]["measuring_bytes.peak"] = 9_500_000
+    wide, narrow = (text.plain([text.budget_line(watched, width, text.ASCII)]) for width in (100, 70))
+    assert wide == "budget 8 MB  now 4.2 MB (52%)  peak 8 MB  measuring 9.5 MB  floor 3.9 MB  need 12 MB"
+    assert narrow == "budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  need 12 MB"
 
 
 @pytest.mark.parametrize(

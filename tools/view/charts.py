@@ -70,9 +70,10 @@ def over_time(watched: RunState) -> str:
     parts += [*_layers(found, axes), *_few(found, axes)]
     if budget < UNLIMITED:
         y, label = axes.y(budget), f"budget {watched.size(budget)}"
-        parts.append(f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        since = axes.x(min(max(begin, watched.limit_seconds), end))
+        parts.append(f'<line class="budget" x1="{since:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="label" x="{WIDTH - 12}" y="{y - 5:.1f}" text-anchor="end">{label}</text>')
-    parts += _passes(points, axes)
+    parts += [*_passes(points, axes), *_values(watched, found, axes)]
     parts.append(f'<text class="tick" x="{LEFT - 8}" y="{HEIGHT - 8}" text-anchor="end">time</text>')
     for seconds in ticks(begin, end, 6):
         x = axes.x(seconds)
@@ -125,6 +126,18 @@ def _few(found: Sequence[Column], axes: _Axes) -> list[str]:
         said = "few samples a pass: the least and the most, no curve"
         drawn.append(f'<text class="tick" x="{at:.1f}" y="{y - 4}" text-anchor="middle">{said}</text>')
     return drawn
+
+
+def _values(watched: RunState, found: Sequence[Column], axes: _Axes) -> Iterator[str]:
+    """The figures of each column, shown below the pointer."""
+    for c in found:
+        least, most = watched.size(c.least[RESIDENT]), watched.size(c.most[RESIDENT])
+        told = f"{show_seconds(c.begin)}: resident {least}" + (f" to {most}" if least != most else "")
+        x, width = axes.x(c.begin), axes.x(c.end) - axes.x(c.begin)
+        yield (
+            f'<rect class="value" x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="{FLOOR - TOP}">'
+            f"<title>{told}, with absent memory {watched.size(c.most[UNMANAGED])}</title></rect>"
+        )
 
 
 def _passes(points: Sequence[Point], axes: _Axes) -> list[str]:

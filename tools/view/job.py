@@ -9,7 +9,7 @@ from memmgr.config.sizes import UNLIMITED, show_floor, show_seconds, show_size
 from memmgr.observe.summary import slowdown
 from memmgr.tools.view.run_state import GONE, RunState, clean
 
-HEAD = ("rank", "budget", "now", "peak", "floor", "unmanaged", "passes", "lost a pass", "slowdown, at least", "")
+HEAD = ("rank", "budget", "resident", "peak", "floor", "unmanaged", "passes", "lost a pass", "slowdown, at least", "")
 WAITED_FOR = "the others wait for it"
 CLEAR = 1.2  # so many times the next rank's loss: less is noise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memmgr.config.sizes import round_up
+from memmgr.config.sizes import show_floor
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view.run_state import RunState, read_log
 
@@ -25,12 +25,11 @@ def explain(log: Path) -> str:
     lines += _table(run, "Resident, by kind", event.get("resident", {}))
     lines += _table(run, "Parameters and buffers, by module", event.get("modules", {}))
     floor, enough = int(event["floor_bytes"]), int(event.get("enough_bytes", event["floor_bytes"]))
-    shown = round_up(floor, binary=run.binary)
     lines += [
         "",
-        f"The smallest budget that would have worked so far is {run.size(shown)} ({floor:,} bytes).",
+        f"The smallest budget that would have worked so far is {show_floor(floor, binary=run.binary)} ({floor:,} bytes).",
     ]
-    lines.append(f"The budget that is named is {run.size(enough)} ({enough:,} bytes).")
+    lines.append(f"The budget that is named is {show_floor(enough, binary=run.binary)} ({enough:,} bytes).")
     return "\n".join(lines).strip()
 
 

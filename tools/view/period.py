@@ -13,6 +13,7 @@ from memmgr.config.sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
 from memmgr.telemetry.trace_file import is_run, ops_run
 from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks, wide
+from memmgr.tools.view.run_state import name_of
 
 BEFORE, AFTER, NOBODY = "there before the pass", "from backward on", "no module"
 _PLACES = (BEFORE, AFTER, NOBODY)
@@ -183,9 +184,10 @@ def section(name: str, trace: Trace, *, binary: bool = False) -> str:
     """A section of a report's page; `binary`: sizes in powers of two, as its budgets were written."""
     found = period(trace)
     peak, at = trace.unmanaged_peak
+    op = escape(name_of("op", trace.ops[at].name))
     return (
         f"<h2>One pass: {escape(name)}</h2><p class=soft>{ops_run(trace):,} ops in {show_seconds(trace.seconds)}; at most "
-        f"{show_size(peak, binary=binary)}, at {escape(trace.ops[at].name)}. Without a budget: "
+        f"{show_size(peak, binary=binary)}, at {op}. Without a budget: "
         "what the pass holds, by the layer that made it.</p>" + wide(svg(found, name, binary=binary)) + key(found)
     )
 

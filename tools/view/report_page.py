@@ -40,6 +40,7 @@ code { overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .tile { background: var(--tile); border-radius: .4rem; padding: .5rem .8rem; } .tile b { display: block; font-size: 1.2rem; }
 svg { width: 100%; min-width: 48rem; height: auto; font-size: 12px; } .grid { stroke: var(--line); } .tick { fill: var(--soft); }
 .label { fill: var(--ink); } .budget { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 6 4; }
+.value { fill: transparent; } .value:hover { fill: var(--ink); fill-opacity: .15; }
 .pass { stroke: var(--soft); } .pale { fill-opacity: .45; } i.pale { background: var(--evictable); opacity: .45; }
 .fixed { fill: var(--fixed); } .evictable { fill: var(--evictable); } .evicted { fill: var(--evicted); }
 .offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
@@ -50,6 +51,7 @@ svg { width: 100%; min-width: 48rem; height: auto; font-size: 12px; } .grid { st
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
 td { white-space: nowrap; } .box { overflow-x: auto; } td.text, th.text { text-align: left; }
+td.text { white-space: normal; overflow-wrap: anywhere; min-width: 6rem; }
 td:first-child, th:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
 """
 _COSTS = ("recompute", "reload", "stall")
@@ -82,7 +84,8 @@ def _job(ranks: Sequence[RunState]) -> Iterator[str]:
     head, *rows = table(ranks)
     yield f"<h2>{len(ranks)} of {int(ranks[0].hello['world_size'])} ranks</h2><div class=box><table>"
     for row, cell in ((head, "th"), *((row, "td") for row in rows)):
-        yield "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + "</tr>"
+        yield "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row[:-1])
+        yield f"<{cell} class=text>{escape(row[-1])}</{cell}></tr>"
     yield "</table></div>"
 
 
@@ -112,7 +115,7 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
         lines = ["nothing can be said: the log ends before the first pass does"]
     lines = lines or [no_change(stats, binary=binary)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
-    yield f"<h3>Memory over time</h3>{wide(over_time(watched))}{_key()}"
+    yield f"<h3>Memory over time</h3>{wide(over_time(watched))}{_key(watched)}"
     yield from _states(watched)
     yield from _time(watched)
     yield from _gone(watched)
@@ -151,7 +154,10 @@ def _advice(most: str, more: Sequence[str]) -> list[str]:
 
 def _ending(watched: RunState) -> str:
     if watched.end is None:
-        return " <b>The log has no end:</b> the process was killed, or was still running."
+        last = show_seconds(watched.now)
+        return (
+            f" <b>The log has no end:</b> the process was killed, or was still running. Its last sample is of {last}."
+        )
     return f" <b>It {watched.ending}.</b>" if watched.end["failed"] else ""
 
 
@@ -173,11 +179,15 @@ def _faults(watched: RunState) -> list[str]:
     return lines + ([f"the tier failed {failed} times: look at the disk"] if failed else [])
 
 
-def _key() -> str:
+def _key(watched: RunState) -> str:
     items = "".join(f'<span><i style="background: var(--{name})"></i>{name}</span>' for name in LAYERS)
+    peak = int(watched.stats.get("measuring_bytes.peak", 0))
+    measured = (
+        f" The budget begins after the passes that measured: their peak was {watched.size(peak)}." if peak else ""
+    )
     return (
         f'<p class="key soft">{items}<span><i class=pale></i>resident at times: between the least and the most</span>'
-        "<span>Absent memory is drawn at its most. Marks below: ends of passes.</span></p>"
+        f"<span>Absent memory is drawn at its most. Marks below: ends of passes.{measured}</span></p>"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memmgr.config.sizes import UNLIMITED, show_seconds, show_size
+from memmgr.config.sizes import UNLIMITED, show_floor, show_seconds, show_size
 from memmgr.observe.figures import FOLLOWED
 from memmgr.observe.states import Flows, flows
 from memmgr.telemetry.stream import PROTOCOL
@@ -131,6 +131,7 @@ class RunState:
         self.plans: deque[tuple[float, str]] = deque(maxlen=100)
         self.end: dict[str, Any] | None = None
         self.gone = False  # the stream has ended, and its end did not come
+        self.limit_seconds = 0.0  # when the budget came that is a share of the need; passes before it measured
         self.silent_seconds = 0.0  # since the next line was due; 0 after the end
         self.error = ""
 
@@ -138,6 +139,11 @@ class RunState:
     def of_log(self) -> bool:
         """Its lines come from a file, which has all of them and nothing that is so now."""
         return self.points.maxlen is None
+
+    @property
+    def over(self) -> bool:
+        """Nothing of it is so now: it has ended, its process has gone, or its lines come from a file."""
+        return self.end is not None or self.gone or self.of_log
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -267,7 +273,7 @@ class RunState:
         text = str(line["what"]).replace("_", " ")
         if line["what"] == "budget_error":
             enough = int(line.get("enough_bytes", line["floor_bytes"]))
-            text += f": a budget of {self.size(enough)} ({enough:,} bytes) should do"
+            text += f": a budget of {show_floor(enough, binary=self.binary)} ({enough:,} bytes) should do"
         if line["what"] == "plan":
             text += (
                 f": of {int(line['ops'])} ops {int(line['rematerialize'])} run again, {int(line['offload'])} offloads"
@@ -280,6 +286,8 @@ class RunState:
                 text += f", bound {float(line['lower_bound']):.3f}x"
         if line["what"] in ("no_plan", "left_plan", "limit"):
             text += f": {line.get('text', 'no reason is given')}"
+        if line["what"] == "limit":
+            self.limit_seconds = float(line["seconds"])
         if line["what"] in ("plan", "no_plan", "left_plan"):
             self.plans.append((float(line["seconds"]), text))
         self._note(line, text)
@@ -426,7 +434,9 @@ def name_of(key: str, name: Any) -> str:
     """The name of an op or a module (`key`) in every view: short, and in words if the stream has none."""
     if name is None or name == "?":
         return "(not recorded)"
-    return clean(str(name).removeprefix("aten.").removesuffix(".default")) if key == "op" else clean(str(name))
+    if key == "op":
+        name = str(name).removeprefix("aten.").removeprefix("aten::").removesuffix(".default")
+    return clean(str(name))
 
 
 def origin(op: Any, module: Any, name: Any = None) -> str:

@@ -29,21 +29,22 @@ FOLLOW_SECONDS = 2.0
 HELP = """\
 [b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
 
-1 to 4    modules, tensors, model states, events
-tab       the next panel
-s         sort the tensors by the next column: size, age, cost, module, op, state
-/         show only what contains a text; escape shows all again
-p         pause: the picture stands still, the training does not
-left right   the previous, the next process
-q         quit; the training goes on
+1 to 4      modules, tensors, model states, events
+tab         the next panel
+s           sort the tensors by size, age, cost, module, op, state in turn
+/           show only what contains a text; escape shows all again
+p           pause: the picture stands still, the training does not
+left right  the previous, the next process
+q           quit; the training goes on
 
 [b]Memory over time[/b]: the line is the budget, marks below are ends of passes.
-fixed = cannot be evicted: small tensors, workspaces, those whose address is
-out, and in tables and the address space those of the op that runs;
-evictable = the other resident bytes; at times = between the least and the most
-of a column, which is some samples; evicted = dropped, to be recomputed, and
-offloaded = copied to the tier: at their most; absent = both of them;
-clean = resident, and the tier has a copy.
+fixed = cannot be evicted: small tensors, workspaces, those whose address
+is out, and in tables and the address space those of the op that runs;
+evictable = the other resident bytes; at times = between the least and
+the most of a column, which is some samples; evicted = dropped, to be
+recomputed, and offloaded = copied to the tier: at their most; absent =
+both; clean = resident, with a copy in the tier; measuring = the peak of
+passes before the budget.
 
 [b]Address space[/b]: leaving = chosen to be evicted, or copied already.
 
@@ -174,7 +175,6 @@ class TopApp(App[None]):
             text.activity(watched, width, glyphs),
             *text.leaks(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
-            [*text.legend(text.SPACE, glyphs), (text.age(watched, watched.map), text.STYLES["leaving"])],
         ]
         shown = Text("\n", no_wrap=True, end="").join(Text.assemble(*line) for line in lines)
         bar = self._bar(watched)
@@ -197,7 +197,8 @@ class TopApp(App[None]):
             bar.append(f"  by {self._order}")
         if self._panel in SOURCES:
             line = getattr(watched, SOURCES[self._panel])
-            bar.append(f"  {text.age(watched, line) if line else 'not told yet'}", "bold yellow")
+            missing = "modules not told yet" if self._panel == "states" and watched.flows() else "not told yet"
+            bar.append(f"  {text.age(watched, line) if line else missing}", "bold yellow")
         if self._panel == "modules":
             bar.append(f"  times: {text.seen(watched)}")
         if self._wanted:

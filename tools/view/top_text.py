@@ -6,6 +6,7 @@ Every state has a character of its own in addition to its colour, so that no inf
 
 from __future__ import annotations
 
+import math
 import textwrap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -83,7 +84,7 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Lin
     """Name and state of the process, and the time without a line from it."""
     silent = watched.silent_seconds
     if watched.end is not None:
-        state = "failed" if watched.end.get("failed") else "ended"
+        state = watched.ending
     elif watched.error and not watched.sample:
         state = "lost"
     elif watched.gone:
@@ -96,7 +97,7 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Lin
             state += " by plan"
     passes = int(watched.stats.get("passes", 0))
     counted = f"{passes:,} pass{'es' if passes > 1 else ''}  " if passes else ""
-    right = f"{clean(state)}  {counted}{show_seconds(watched.now)}"
+    right = f"{clean(state)}  {counted}{'after ' if watched.over else ''}{show_seconds(watched.now)}"
     if silent > OLD_SECONDS and not watched.gone:
         right = f"silent for {show_seconds(round(silent))}  {right}"
     rank = watched.hello.get("rank")
@@ -104,7 +105,8 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Lin
     device = clean(str(watched.hello.get("device", "cpu")))
     left += ("" if device == "cpu" else f" {device}") + (f" {place}" if place else "")
     room = max(0, width - len(left) - len(right) - 4)
-    bad = watched.gone or state in ("failed", "lost", NO_END) or "silent" in right
+    failed = watched.end is not None and watched.end.get("failed")
+    bad = watched.gone or failed or state in ("lost", NO_END) or "silent" in right
     return [
         (left + "  ", "bold"),
         (fit(watched.program, room, glyphs).ljust(room), ""),
@@ -113,28 +115,35 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Lin
 
 
 def budget_line(watched: RunState, width: int, glyphs: Glyphs) -> Line:
-    """The budget and its contents."""
+    """The budget and its contents. A run that is over has none now. The peak of the passes that measured is left out where the
+    line is too narrow.
+    """
     stats = watched.stats
     budget = watched.budget_bytes
     now = int(watched.sample.get("resident_bytes", 0))
     share = f" ({now / budget:.0%})" if 0 < budget < UNLIMITED else ""
     limit = "none" if budget >= UNLIMITED else watched.size(budget)
-    text = (
-        f"budget {limit}  now {watched.size(now)}{share}  peak {watched.size(int(stats.get('resident_bytes.peak', 0)))}"
+    measuring = int(stats.get("measuring_bytes.peak", 0))
+    head = f"budget {limit}" + ("" if watched.over else f"  now {watched.size(now)}{share}")
+    head += f"  peak {watched.size(int(stats.get('resident_bytes.peak', 0)))}"
+    more = f"  measuring {watched.size(measuring)}" if measuring else ""
+    rest = (
         f"  floor {show_floor(int(stats.get('floor_bytes', 0)), binary=watched.binary)}"
         f"  need {watched.size(int(stats.get('unmanaged_peak_bytes', 0)))}"
     )
-    return [(fit(_tight(text, width), width, glyphs), "")]
+    told = _tight(head + more + rest, width)
+    return [(fit(told if len(told) <= width else _tight(head + rest, width), width, glyphs), "")]
 
 
 def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
-    """Shares of the time in the last seconds (of the whole run until so many were seen), and evictions since the beginning."""
+    """Shares of the time in the last seconds (of the whole run until so many were seen, and when it is over), and evictions
+    since the beginning.
+    """
     stats = watched.stats
-    recompute, stall = watched.shares()
-    text = (
-        f"{'10 s' if watched.seen_for() else 'so far'}: {show_rate(*watched.rate())} recomputing {_share(recompute)} "
-        f"waiting {_share(stall)}"
-    )
+    window = math.inf if watched.over else 10.0
+    recompute, stall = watched.shares(window)
+    of = "all of it" if watched.over else "10 s" if watched.seen_for(window) else "so far"
+    text = f"{of}: {show_rate(*watched.rate(window))} recomputing {_share(recompute)} waiting {_share(stall)}"
     more = [
         f"  all: evicted {watched.size(int(stats.get('evicted_bytes', 0)))}",
         f" offloaded {watched.size(int(stats.get('offload_bytes', 0)))}",
@@ -176,7 +185,7 @@ def age(watched: RunState, line: dict[str, Any]) -> str:
 # -- memory over time -----------------------------------------------------------------------------------------------
 
 
-NOW = " now"
+NOW, END = " now", " end"
 
 
 def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
@@ -188,7 +197,7 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
         said = textwrap.wrap(clean(watched.error), width)[:rows]
         said += [" "] * (rows - len(said))
         return [*([(line, STYLES["evicted"])] for line in said), legend(MEMORY, glyphs, watched.tier)]
-    points = list(watched.points)[0 if watched.end is not None else -room - 1 :]
+    points = list(watched.points)[0 if watched.end is not None or watched.of_log else -room - 1 :]
     shown = columns(watched, points, room)
     budget = watched.budget_bytes
     top = max([column.most[UNMANAGED] for column in shown] + [budget if budget < UNLIMITED else 0, 1])
@@ -205,7 +214,8 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
             label = ""
         line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else SOFT)]
         for column in shown:
-            line.append(_cell(column, (row + 0.5) * step, row == limit_row, glyphs))
+            limited = row == limit_row and column.end > watched.limit_seconds
+            line.append(_cell(column, (row + 0.5) * step, limited, glyphs))
         empty = room - len(shown)
         if empty:
             line.append((glyphs.budget * empty, STYLES["budget"]) if row == limit_row else (" " * empty, ""))
@@ -213,18 +223,19 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
     every, ends = ends_of_passes(points, max(1, len(shown) // 3))
     marks = "" if not every else f"{glyphs.ended} a pass" if every == 1 else f"{glyphs.ended} {every:,} passes"
     meaning = [*legend(MEMORY, glyphs, watched.tier), (marks, SOFT)]
-    return [*lines, _axis(ends, shown, room, glyphs), meaning]
+    return [*lines, _axis(ends, shown, room, glyphs, END if watched.over else NOW), meaning]
 
 
-def _axis(ends: Iterable[tuple[float, int]], shown: Sequence[Column], room: int, glyphs: Glyphs) -> Line:
-    """The ends of passes, and the time of the first sample before the last, which is now."""
+def _axis(ends: Iterable[tuple[float, int]], shown: Sequence[Column], room: int, glyphs: Glyphs, at_last: str) -> Line:
+    """The ends of passes, and the time of the first sample before the last, which `at_last` names."""
     begins = [column.begin for column in shown]
     axis = [" "] * room
     for seconds, _ in ends:
         axis[max(0, bisect_left(begins, seconds) - 1)] = glyphs.ended
     if len(shown) > 1:
-        ago, last = f"{show_seconds(shown[-1].end - shown[0].begin)} ago ", min(len(shown), room - len(NOW))
-        axis[max(0, last) : last + len(NOW)] = NOW[: room - max(0, last)]
+        before = "before" if at_last == END else "ago"
+        ago, last = f"{show_seconds(shown[-1].end - shown[0].begin)} {before} ", min(len(shown), room - len(at_last))
+        axis[max(0, last) : last + len(at_last)] = at_last[: room - max(0, last)]
         if len(ago) <= last:
             axis[: len(ago)] = ago
     return [(" " * 10 + "".join(axis), SOFT)]
@@ -273,12 +284,17 @@ _MAP_NAMES = ("free", "fixed", "evictable", "leaving", "hole")
 
 
 def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
-    """The allocator's addresses from left to right and row to row; each column has the state that fills most of it."""
+    """The allocator's addresses from left to right and row to row; each column has the state that fills most of it. Below is
+    the meaning of the characters. A log has no addresses.
+    """
+    if watched.of_log:
+        return []
     names = [str(name) for name in watched.hello.get("map_states", _MAP_NAMES)]
     columns = watched.map.get("columns", [])
+    meaning: Line = [*legend(SPACE, glyphs), (age(watched, watched.map), STYLES["leaving"])]
     if not columns or not any(any(column) for column in columns):
         text = "no address space to show" if columns or watched.end is not None else "waiting for the map"
-        return [[(text.ljust(width), SOFT)]] + [[(" " * width, "")] for _ in range(rows - 1)]
+        return [[(text.ljust(width), SOFT)], *([(" " * width, "")] for _ in range(rows - 1)), meaning]
     wanted = width * rows
     cells: Line = []
     for i in range(wanted):
@@ -289,7 +305,7 @@ def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
         name = names[max(range(len(names)), key=lambda state: sums[state])]
         glyph = getattr(glyphs, name, " ") if name != "hole" else " "
         cells.append((glyph, STYLES.get(name, "")))
-    return [_merged(cells[row * width : (row + 1) * width]) for row in range(rows)]
+    return [*(_merged(cells[row * width : (row + 1) * width]) for row in range(rows)), meaning]
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -436,11 +452,13 @@ def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Lin
         activity(watched, width, glyphs),
         *leaks(watched, width, glyphs),
         *strip(watched, width, 2, glyphs),
-        [*legend(SPACE, glyphs), (age(watched, watched.map), STYLES["leaving"])],
     ]
     found = watched.flows()
     if found is not None and (found.states_moved_bytes or found.states_offloaded_bytes):
         lines += table(STATE_HEAD, STATE_WIDTHS, state_rows(watched)[: len(found.each) + 2], glyphs)
+    if watched.of_log and watched.cells:
+        seconds = show_seconds(float(watched.cells.get("seconds", 0.0)))
+        lines.append([(f"the largest tensors at {seconds}, the last time that the log has them", SOFT)])
     last: list[Line] = [[(f"process {watched.pid} has gone: no end of its budget came (killed?)", "bold red")]]
     last = last if watched.gone else []
     room = max(3, height - len(lines) - 1 - len(last))
