@@ -281,11 +281,11 @@ def show_floor(size: int, *, binary: bool = False) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`850 us`, `12.3 ms`, `4.2 s`, `3 min 20 s`, `2 h 5 min`."""
+    """`850 us`, `12.3 ms`, `4.2 s`, `3 min 20 s`, `2 h 5 min`; `1 us` for all that is shorter."""
     if seconds <= 0:
         return "0"
     if seconds < 0.9995e-3:
-        return f"{seconds * 1e6:.0f} us"
+        return f"{max(seconds * 1e6, 1):.0f} us"
     if seconds < 0.9995:  # not 1e+03 ms
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:

@@ -32,7 +32,7 @@ class PlanJob:
 class Made:
     """A plan."""
 
-    ops: int  # of the trace, constants and the time between ops included
+    ops: int  # that the program runs
     rows: PackedRows  # for the pager (`Pager.add_plan`)
     overhead: float  # predicted time over the unmanaged one's
     lower_bound: float | None  # no schedule takes less, in the same unit; None: the planner has none
@@ -51,7 +51,7 @@ def make(job: PlanJob) -> Made | None:
         found = planner(trace, limit_bytes, link, job.recompute)
         if found is not None:
             return Made(
-                len(trace.ops),
+                trace.ops_run,
                 rows(of, found.steps, found.away).packed(),
                 found.overhead,
                 found.lower_bound,

@@ -45,9 +45,13 @@ MOST_MET = 256  # sequences that are known by their hash alone: one that comes a
 FIRST_PLANS = 3  # sequences that are planned although they were met once
 MOST_TRIES = 4  # plans that run short; each leaves more room where the period has shown why, else everywhere
 SHORT_IN_A_ROW = 2  # periods
+SHORT_BEFORE_PLACES = (
+    4  # the same on a device as long as no missing bytes are known: the third maps the places of its blocks
+)
 # share of the budget that a plan leaves free, for bytes that no trace shows (alignment, workspaces of kernels)
 MARGIN = 0.01
 PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 2e-3  # assumed cost of a plan before it is made
+LACKED = MARGIN / 4  # the least that a plan leaves free in addition where bytes for places were missing
 WORSE = 1.25  # a plan that leaves memory for places may take so much longer than one that does not
 FREE_PLANS = 8  # plans that are made without a check of their cost
 PLANNING_SHARE = 0.25  # share of one processor, over the run's time, that later plans may take
@@ -218,7 +222,7 @@ class Plans:
             known.period, known.trials, known.repeats = self.noted(repeats=repeats), trials, repeats
             # an earlier failure, or a plan that ran short, was of another plan
             known.tries = known.margin = known.short = known.lacked_bytes = 0
-        elif ended["followed"] and self._runs_short(known, ended["ran_short"]):
+        elif ended["followed"] and self._runs_short(known, ended):
             self._make_room(known, ended["lacked_bytes"])
         else:
             return None
@@ -229,12 +233,13 @@ class Plans:
         known.without += 1
         return known.without & (known.without - 1) == 0
 
-    def _runs_short(self, known: _Known, short: bool) -> bool:
+    def _runs_short(self, known: _Known, ended: PeriodInfo) -> bool:
         """Tells if the plan runs short repeatedly. The first period under a plan begins with the residency that another
         order has left.
         """
-        known.short = known.short + 1 if short else 0
-        return known.short >= SHORT_IN_A_ROW and known.tries < MOST_TRIES
+        known.short = known.short + 1 if ended["ran_short"] else 0
+        explained = self._device == "cpu" or ended["lacked_bytes"] > 0
+        return known.short >= (SHORT_IN_A_ROW if explained else SHORT_BEFORE_PLACES) and known.tries < MOST_TRIES
 
     def _make_room(self, known: _Known, lacked_bytes: int) -> None:
         """Adds room for memory that was missing for places, or that its ops needed this time and not when they were
@@ -243,7 +248,7 @@ class Plans:
         known.tries += 1
         known.short = 0
         if lacked_bytes:
-            known.lacked_bytes += max(lacked_bytes, int(MARGIN * self.limit_bytes))
+            known.lacked_bytes += max(lacked_bytes, int(LACKED * self.limit_bytes))
             return
         now = self.noted(repeats=known.repeats).with_scratch_of(known.period)
         if now.scratch_bytes > known.period.scratch_bytes or now.two_valued < known.period.two_valued:

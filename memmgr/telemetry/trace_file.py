@@ -22,16 +22,6 @@ ABOUT = ("rank", "world_size", "job", "host")
 """Facts about the process that the head may contain: its rank of how many, in which job, on which machine."""
 
 
-def ops_run(trace: Trace) -> int:
-    """The ops of the program in a trace, without its constants and its times between ops."""
-    return sum(map(is_run, trace.ops))
-
-
-def is_run(op: Op) -> bool:
-    """An op of the program, and no constant, nor a time between ops."""
-    return op.kind is not OpKind.CONSTANT and not op.name.startswith("(")
-
-
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any] | None = None) -> None:
     """Writes a whole trace.
 

@@ -72,6 +72,11 @@ class Op:
     # the path of the module that ran it, for people; empty where that is not known, in backward for example
     module: str = ""
 
+    @property
+    def is_run(self) -> bool:
+        """An op of the program, and no constant, nor a time between ops."""
+        return self.kind is not OpKind.CONSTANT and not self.name.startswith("(")
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -145,6 +150,11 @@ class Trace:
         if self.copy_on_write:
             return (0,) * len(self.ops)
         return tuple(sum(self.storages[old].size_bytes for old, _ in op.writes) for op in self.ops)
+
+    @property
+    def ops_run(self) -> int:
+        """How many ops the program runs: constants and times between ops are left out."""
+        return sum(op.is_run for op in self.ops)
 
     @cached_property
     def seconds(self) -> float:

@@ -193,11 +193,23 @@ def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.Mo
 
 def test_memory_that_was_missing_for_places_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     run = planned(monkeypatch)
-    margin = int(plans.MARGIN * LIMIT)
-    for lacked, more in ((3 * margin, 3 * margin), (1, margin)):
+    most, least = 3 * int(plans.MARGIN * LIMIT), int(plans.LACKED * LIMIT)
+    for lacked, more in ((most, most), (1, least)):
         before = run.asked[-1]
         assert [run.ends(2, followed=True, short=True, lacked=lacked) for _ in range(2)] == [False, True]
         assert before - run.asked[-1] in (more, more - 1, int(more * (1 - plans.MARGIN))), "the margin is as it was"
+
+
+def test_a_plan_on_a_device_runs_short_until_the_places_of_its_blocks_are_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = planned(monkeypatch)
+    run.plans._device = "cuda"
+    assert not any(run.ends(2, followed=True, short=True) for _ in range(3))
+    assert run.ends(2, followed=True, short=True, lacked=10)
+    assert [run.ends(2, followed=True, short=True) for _ in range(4)] == [False, False, False, True], (
+        "nothing is missing"
+    )
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,6 @@ def _one(args: argparse.Namespace, on: _On) -> int:
 
 
 def _show(found: Outlook, on: _On, took: float) -> None:
-    from memmgr.telemetry.trace_file import ops_run
 
     print(f"device     {on.rates.name}: {show_size(on.rates.memory_bytes)} ({on.rates.source})")
     held = ", ".join(f"{_plural(kind)} {show_size(size)}" for kind, size in found.held_bytes.items())
@@ -321,7 +320,7 @@ def _show(found: Outlook, on: _On, took: float) -> None:
         print(
             f"better     {show_size(found.half_overhead_budget_bytes)} takes at most {half:.3f}x, half of that extra time"
         )
-    print(f"planned    {ops_run(on.trace):,} ops in {show_seconds(took)}")
+    print(f"planned    {on.trace.ops_run:,} ops in {show_seconds(took)}")
 
 
 def _plural(kind: str) -> str:

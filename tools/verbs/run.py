@@ -41,7 +41,7 @@ from memmgr.config.conf import (
     pairs_of,
     parse_conf,
 )
-from memmgr.config.sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
+from memmgr.config.sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, round_up, show_size
 from memmgr.config.variables import refuse_unknown
 from memmgr.policies import parse_policy
 from memmgr.tools.common.as_python import load, set_path
@@ -336,7 +336,11 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         return ["the tier was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:
         # As in the error, whose budget has room to spare; a budget that is only the floor gets some.
-        named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
+        named = (
+            size(round_up(enough, binary=binary)).replace(" ", "")
+            if enough > floor
+            else _round_up(floor, binary=binary)
+        )
         return ["the budget was too small. Next:", "  " + command(args, budget=named)]
     if not stats and (isinstance(error, KeyboardInterrupt) or children_worked()):
         return []  # a launcher: its child processes have printed the summary

@@ -98,11 +98,10 @@ def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]
         passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
     from memmgr.telemetry.consumers import log_path
-    from memmgr.telemetry.trace_file import ops_run
 
     peak, _ = trace.unmanaged_peak
     name = str(traced.path) if os.path.isabs(args.out) else os.path.relpath(traced.path)
-    said = f"{name}: {ops_run(trace):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms."
+    said = f"{name}: {trace.ops_run:,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms."
     if log_path(args.trace) == Path(args.trace):  # no rank
         return [f"{said} Next:", f"  memmgr simulate {shlex.quote(name)} --policy all --ratio 0.6"]
     if os.environ.get("RANK") != "0":

@@ -11,7 +11,6 @@ from typing import Any
 
 from memmgr.config.sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
-from memmgr.telemetry.trace_file import is_run, ops_run
 from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks, wide
 from memmgr.tools.view.run_state import name_of
 
@@ -82,7 +81,7 @@ def period(trace: Trace) -> Period:
         at += op.seconds
     turn = None if trace.backward_at is None else max(0, trace.backward_at - first)
     kept = [i for i, band in enumerate(bands) if any(band)]
-    run = [k - first for k, op in enumerate(trace.ops) if is_run(op)]
+    run = [k - first for k, op in enumerate(trace.ops) if op.is_run]
     return Period([names[i] for i in kept], [bands[i] for i in kept], begins_at[first:], turn, run)
 
 
@@ -186,7 +185,7 @@ def section(name: str, trace: Trace, *, binary: bool = False) -> str:
     peak, at = trace.unmanaged_peak
     op = escape(name_of("op", trace.ops[at].name))
     return (
-        f"<h2>One pass: {escape(name)}</h2><p class=soft>{ops_run(trace):,} ops in {show_seconds(trace.seconds)}; at most "
+        f"<h2>One pass: {escape(name)}</h2><p class=soft>{trace.ops_run:,} ops in {show_seconds(trace.seconds)}; at most "
         f"{show_size(peak, binary=binary)}, at {op}. Without a budget: "
         "what the pass holds, by the layer that made it.</p>" + wide(svg(found, name, binary=binary)) + key(found)
     )
