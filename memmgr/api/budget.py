@@ -367,6 +367,8 @@ class budget:
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """As a decorator: see above."""
+        if not callable(function):
+            raise TypeError(f"a budget decorates a function; got {function!r}")
 
         @functools.wraps(function)
         def managed(*args: P.args, **kwargs: P.kwargs) -> R:

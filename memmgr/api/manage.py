@@ -101,7 +101,8 @@ def manage(tensor: torch.Tensor) -> ManagedTensor:
     if isinstance(tensor, ManagedTensor):
         return tensor
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise TypeError("memmgr.manage takes a dense tensor")
+        got = f"a tensor of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else repr(type(tensor).__name__)
+        raise TypeError(f"memmgr.manage takes a dense tensor; got {got}")
     if tensor.is_conj() or tensor.is_neg():  # below a subclass torch does neither
         raise TypeError("memmgr.manage takes a tensor of its own bytes: call resolve_conj() or resolve_neg() first")
     if tensor.requires_grad:

@@ -29,7 +29,7 @@ KINDS = {
     Purpose.OPTIMIZER_STATES: "optimizer state",
 }
 STATES = Purpose.OPTIMIZER_STATES
-BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept to make others again"
+BACKWARD, RESULT, DATA, RECIPES = "made in backward", "result", "data", "kept for recompute"
 BATCH = "batch"
 """Kinds of tensors that no model or optimizer has. `DATA` was made by no op that memmgr saw. A `BATCH` is data, or the result of
 an op of `LOADS`, that needs no gradient and has a variable of the program, while a DataLoader is gone over.
@@ -55,8 +55,8 @@ class Holder:
     """Tensors of one origin.
 
     Attributes:
-        kind: "parameter", "gradient", "optimizer state", "result", "made in backward", "batch", "data" or "kept to make others
-            again".
+        kind: "parameter", "gradient", "optimizer state", "result", "made in backward", "batch", "data" or "kept for
+            recompute".
         name: of a parameter, a state or a gradient; of data the program's variable that holds it now (`batch['x']`); of other
             tensors the op that made them.
         module: the module that has the parameter, or that ran the op.
@@ -251,8 +251,8 @@ class HolderTables:
         )
 
     def with_keepers(self, leaks: Sequence[Leak]) -> Sequence[Leak]:
-        """The leaks with the variables that keep them. Leaves states of optimizers out: LBFGS keeps a history. Takes a fraction
-        of a second, three at most.
+        """The leaks with the variables that keep them. Leaves states of optimizers out (LBFGS keeps a history), and deques
+        with a length. Takes a fraction of a second, three at most.
         """
         return self._with_keepers(leaks, (), self._native.living(), self._lines(), 0)[0] if leaks else leaks
 
@@ -267,7 +267,6 @@ class HolderTables:
         """Both with the variables that keep them: of each leak the oldest tensors are looked for, of a holder some."""
         oldest = [(leak, self._oldest(leak, rows, lines)) for leak in leaks]
         no_states = [(leak, first) for leak, first in oldest if not any(row["purpose"] == STATES for row in first)]
-        leaks, of_leaks = [leak for leak, _ in no_states], [[row["storage"] for row in first] for _, first in no_states]
         # Model states have names, and so has data that a variable of this thread holds.
         wanted = {
             i for i, h in enumerate(holders[:top]) if h.kind in (RESULT, BACKWARD) or (h.kind == DATA and not h.by_op)
@@ -275,10 +274,24 @@ class HolderTables:
         of_holders = {
             i: _some(holders[i].storages) for i in wanted if holders[i].kind != DATA or holders[i].name == OLDER
         }
-        keepers = Keepers(self._native, {s for each in (*of_leaks, *of_holders.values()) for s in each})
-        told = [replace(leak, kept=_together(keepers, each)) for leak, each in zip(leaks, of_leaks, strict=True)]
+        of_leaks = {row["storage"] for _, first in no_states for row in first}
+        keepers = Keepers(self._native, of_leaks.union(*of_holders.values()))
+        told = [
+            replace(
+                leak,
+                kept=_together(keepers, [row["storage"] for row in first]),
+                backward=self._backward_of(leak, first),
+            )
+            for leak, first in no_states
+            if not all(keepers.is_bounded(row["storage"]) for row in first) or not first
+        ]
         kept = {i: _together(keepers, each) for i, each in of_holders.items()}
         return told, tuple(replace(h, kept=kept.get(i, "")) for i, h in enumerate(holders))
+
+    def _backward_of(self, leak: Leak, rows: Sequence[LivingCell]) -> SourceLine | None:
+        """The line that called the backward which made these tensors."""
+        in_backward = leak.line is None and rows and all(row["backward"] for row in rows)
+        return self._backward_line() if in_backward else None
 
     def _oldest(self, leak: Leak, rows: Iterable[LivingCell], lines: Sequence[SourceLine | None]) -> list[LivingCell]:
         """A leak's first tensors: the last ones may have other variables, which the next step frees."""

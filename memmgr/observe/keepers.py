@@ -60,6 +60,7 @@ class Keepers:
     def __init__(self, native: Pager, storages: Collection[int]) -> None:
         self._native = native
         self._found: dict[int, str] = {}
+        self._bounded: set[int] = set()
         if not storages:
             return
         if gc.get_freeze_count():
@@ -89,6 +90,10 @@ class Keepers:
     def of(self, storage: int) -> str:
         """The keeper of a tensor in words, as in `kept in ...`; empty: not known."""
         return self._found.get(storage, "")
+
+    def is_bounded(self, storage: int) -> bool:
+        """Tells if a deque with a length keeps it, so that it leaves the deque one day."""
+        return storage in self._bounded
 
     # -- autograd --
 
@@ -139,8 +144,10 @@ class Keepers:
             self._own.add(id(left))
             for one in left:
                 with contextlib.suppress(Exception):  # objects of the program are looked at for its names
-                    if path := self._path(one, above):
+                    if path := self._path(one, above, with_bounded=False) or self._path(one, above):
                         found[id(one)] = path
+                        if _only_in_deques(one, above):
+                            self._bounded.add(self._storage(one))
             if len(found) == len(targets) or not 0 < len(level) <= _WIDTH or time.monotonic() > self._until:
                 break
             level = self._next(level, above, seen)
@@ -169,7 +176,10 @@ class Keepers:
                 found.append(referrer)
         return found
 
-    def _path(self, target: torch.Tensor, above: dict[int, list[Any]]) -> str:
+    def _path(self, target: torch.Tensor, above: dict[int, list[Any]], *, with_bounded: bool = True) -> str:
+        """A variable that leads to the target, in words; empty: there is none. `with_bounded`: over a deque with a length,
+        too.
+        """
         if id(target) in self._locals:
             return _text(self._locals[id(target)], target, {})
         below: dict[int, Any] = {}  # by the id of an object: the one that it refers to, one step nearer to the target
@@ -177,7 +187,7 @@ class Keepers:
         while queue:
             child = queue.popleft()
             for referrer in above.get(id(child), ()):
-                if id(referrer) in below or referrer is target:
+                if id(referrer) in below or referrer is target or (_is_bounded(referrer) and not with_bounded):
                     continue
                 below[id(referrer)] = child
                 root = self._root(referrer, child)
@@ -198,6 +208,18 @@ class Keepers:
         ]
         self._own.add(id(found))
         return found
+
+
+def _only_in_deques(one: Any, above: dict[int, list[Any]], depth: int = 4) -> bool:
+    """Tells if deques with a length are all that keeps an object, in tuples or objects for example."""
+    keeping = above.get(id(one), ())
+    return bool(keeping and depth) and all(
+        _is_bounded(at) if _is(at, deque) else _only_in_deques(at, above, depth - 1) for at in keeping
+    )
+
+
+def _is_bounded(one: Any) -> bool:
+    return _is(one, deque) and one.maxlen is not None
 
 
 def _cycle(target: torch.Tensor, above: dict[int, list[Any]], alive: list[Any]) -> str:

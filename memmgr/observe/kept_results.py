@@ -63,14 +63,18 @@ class KeptResults:
 def kept_results(
     native: Pager, tensors: Iterable[torch.Tensor], lines: Sequence[SourceLine | None]
 ) -> KeptResults | None:
-    """The results that hold most; None: no line has made more than a few that are kept.
+    """The results that hold most; None: no line has made more than a few that are kept. Parameters are none.
 
     Args:
         native: the pager.
         tensors: those of Python: a graph keeps others.
         lines: the lines by number.
     """
-    known = [tensor for tensor in tensors if native.storage_info(tensor) is not None]
+    known = [
+        tensor
+        for tensor in tensors
+        if not issubclass(type(tensor), torch.nn.Parameter) and native.storage_info(tensor) is not None
+    ]
     nodes = live_nodes(tensor for tensor in known if has_graph(tensor))
     # Python still knows tensors that a graph alone keeps: those that further nodes have read.
     read = {id(node) for each in nodes for node, _ in each.next_functions}

@@ -48,6 +48,7 @@ class Leak:
         kept: the variable that keeps them, as in "in the list `losses` of train.py"; empty: it is not known; None: it was not
             looked for.
         is_one: they are one tensor, which each pass makes anew and larger, as `torch.cat` does.
+        backward: the line that called the backward which made them; None: no backward did, or it was not looked for.
     """
 
     bytes_per_pass: float
@@ -59,6 +60,7 @@ class Leak:
     module: int = 0
     kept: str | None = None
     is_one: bool = False
+    backward: SourceLine | None = None
 
     @property
     def origin(self) -> SourceLine | str:
@@ -84,6 +86,7 @@ class Leak:
         """One sentence, without its full stop. It calls a pass a step, as users do."""
         size = functools.partial(show_size, binary=binary)
         where = f"made at {self.line}" if self.line else "made at a line that is not known"
+        where = f"made in the backward of {self.backward}" if self.backward else where
         made = ", ".join(op.removeprefix("aten::") or "no op" for op in self.ops)
         if module:  # a place that is none is in parentheses
             made += f", {module[1:-1]}" if module.startswith("(") else f" in {module}"
@@ -176,8 +179,8 @@ class Leaks:
     """The leaks of one budget.
 
     Known limitations: tensors under 64 KiB, and loops without a backward, are not looked at. A history that is kept on
-    purpose is told like a leak, until it has reached its length. A tensor that is copied into a larger one with
-    `new[:n] = old` is not seen to grow.
+    purpose is told like a leak until it has reached its length, unless it is a deque that has one. A tensor that is
+    copied into a larger one with `new[:n] = old` is not seen to grow.
     """
 
     def __init__(self, native: Pager) -> None:
@@ -187,6 +190,7 @@ class Leaks:
         self._ops: dict[str, _Growth] = {}
         self._chains: dict[str, _Chain] = {}
         self._kept: dict[SourceLine | str, str] = {}
+        self._backward: dict[SourceLine | str, SourceLine] = {}
         self._no_leaks: set[SourceLine | str] = set()
         self._lock = threading.Lock()  # the telemetry's thread reads
 
@@ -227,6 +231,8 @@ class Leaks:
             self._no_leaks |= {leak.origin for leak in found} - {leak.origin for leak in named}
             for leak in named:
                 self._kept[leak.origin] = leak.kept or self._kept.get(leak.origin, "")
+                if leak.backward is not None:
+                    self._backward[leak.origin] = leak.backward
 
     def found(self, known: Callable[[], Sequence[SourceLine | None]]) -> list[Leak]:
         """The leaks that go on, largest first. The ops of one line are one leak.
@@ -281,6 +287,7 @@ class Leaks:
                     ops=ops,
                     module=next((module for _, _, module in each if module), 0),
                     kept=self._kept.get(line or ops[0]),
+                    backward=self._backward.get(line or ops[0]),
                 )
             )
         return leaks

@@ -141,16 +141,23 @@ HELPS = "what would help most: "
 CYCLE = "a reference cycle"
 """A leak's keeper, where no variable leads to it."""
 LEAKED = "an end of the leak: more budget only delays it"
-KEEP_NUMBERS = ". Keep numbers, as loss.item() makes them, and not the tensor"
+_ENDS = (
+    (CYCLE, ""),  # it names its own end
+    ("one tensor grows", ". Keep only the part of it that is needed"),
+    ("kept in the dict", ". Remove entries that are no longer needed, or keep numbers in place of tensors"),
+    ("in the backward", ". Keep numbers, as grad.norm().item() makes them, and not the tensor"),
+    ("", ". Keep numbers, as loss.item() makes them, and not the tensor"),
+)
+"""Words of a leak's sentence, and how such a leak ends; the first that is met."""
 
 
 def end_of_leak(leaks: Sequence[str]) -> str:
-    """The change that would help a run that leaks. A leak in a reference cycle names its own end.
+    """The change that would help a run that leaks.
 
     Args:
         leaks: sentences about them, the largest first.
     """
-    return HELPS + LEAKED + ("" if CYCLE in leaks[0] else KEEP_NUMBERS)
+    return HELPS + LEAKED + next(end for words, end in _ENDS if words in leaks[0])
 
 
 def wants_budget(leaks: Sequence[str], ended_by: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 import memmgr
 from memmgr.integrations._callback_budget import CallbackBudget
-from memmgr.observe import keepers
+from memmgr.observe import keepers, slowness
 from memmgr.observe.leaks import TOLD_PASSES
 from memmgr.observe.source_lines import show
 from memmgr.runtime.session import PagerRuntime
@@ -94,6 +95,64 @@ def test_a_history_that_stops_early_is_not_told(
     with memmgr.budget(limit, device="cpu"):
         train(30, keep, lambda: None)
     assert "a leak" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("every_pass")
+@pytest.mark.parametrize("item", [lambda y: y.detach(), lambda y: (0, {"y": y.detach()})], ids=["tensor", "record"])
+def test_a_deque_with_a_length_is_no_leak(
+    item: Callable[[torch.Tensor], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A buffer for replay. A list that has the same tensors is one."""
+    model, optimizer = _model()
+
+    def steps(count: int, *kept: Any) -> str:
+        for _ in range(count):
+            y = model(torch.randn(256, 64))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            record = item(y)
+            for one in kept:
+                one.append(record)
+        return capsys.readouterr().err
+
+    buffer: deque[Any] = deque(maxlen=100)
+    everything: deque[Any] = deque()
+    with memmgr.budget("12GB", device="cpu") as mm:
+        assert "a leak" not in steps(20, buffer) and mm.leaks == []
+    assert "a leak" not in capsys.readouterr().err
+    with memmgr.budget("12GB", device="cpu"):
+        said = steps(20, buffer, everything)
+    assert "a leak" in said and "buffer" not in said
+
+
+@pytest.mark.usefixtures("every_pass")
+def test_gradients_that_a_hook_keeps_are_told_with_the_line_of_the_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = _model()
+    gradients: list[torch.Tensor] = []
+    with memmgr.budget("12GB", device="cpu"):
+        for _ in range(12):
+            hidden = model[0](torch.randn(256, 64))
+            hidden.register_hook(lambda gradient: gradients.append(gradient))
+            model[1:](hidden).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = capsys.readouterr().err
+    assert re.search(r"made in the backward of \S*test_told_leaks\.py:\d+ \(", said), said
+    assert "Keep numbers, as grad.norm().item()" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("kept in the list `losses` of train.py", "as loss.item()"),
+        ("kept in the dict `cache` of train.py", "Remove entries"),
+        ("one tensor grows, ", "Keep only the part"),
+        (f"kept by {slowness.CYCLE} of `Node`, which gc.collect() frees", "only delays it"),
+    ],
+)
+def test_the_end_of_a_leak_fits_its_keeper(words: str, end: str) -> None:
+    assert end in slowness.end_of_leak([f"a leak: {words}"])
 
 
 @pytest.mark.usefixtures("every_pass")
@@ -228,6 +287,14 @@ def test_outputs_of_a_validation_are_no_leak(capsys: pytest.CaptureFixture[str])
                     whole = torch.cat([whole, model(torch.randn(256, 64))])
         assert not mm.leaks
     assert "a leak" not in capsys.readouterr().err
+
+
+def test_parameters_of_a_model_that_does_not_fit_are_no_kept_results() -> None:
+    """They are made in the budget, by one line."""
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget("2MB", device="cpu", disk=False, quiet=True):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)])
+        model(torch.randn(8, 256))
+    assert "are kept" not in str(caught.value) and "parameters" in str(caught.value)
 
 
 @pytest.mark.usefixtures("every_pass")

@@ -24,7 +24,7 @@ from memmgr.observe.states import KINDS
 from memmgr.telemetry import stream
 from memmgr.tools import cli
 from memmgr.tools.verbs import top
-from memmgr.tools.view import top_text
+from memmgr.tools.view import run_state, top_text
 from memmgr.tools.view.attach import Attached
 from memmgr.tools.view.run_state import RunState
 from watch import lines
@@ -90,6 +90,16 @@ def test_a_log_has_its_last_screen(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr()
     assert "  no end (killed?)  " in shown.out.splitlines()[0] and "it has no end" in shown.err
     assert "is a log" in _fails_with(capsys, str(log), "--json")
+
+
+def test_the_log_of_a_process_that_runs_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state, "processes", lambda: [4242])
+    assert cli.main(["top", str(lines.written(tmp_path / "run.jsonl", lines.lines()))]) == 0
+    shown = capsys.readouterr()
+    assert "  running  " in shown.out.splitlines()[0]
+    assert "process 4242 still writes it: memmgr top 4242 shows the run as it is now" in shown.err
 
 
 def _fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -155,9 +155,8 @@ def _advice(most: str, more: Sequence[str]) -> list[str]:
 def _ending(watched: RunState) -> str:
     if watched.end is None:
         last = show_seconds(watched.now)
-        return (
-            f" <b>The log has no end:</b> the process was killed, or was still running. Its last sample is of {last}."
-        )
+        why = "the process still runs" if watched.runs_on else "the process was killed, or runs on another machine"
+        return f" <b>The log has no end:</b> {why}. Its last sample is of {last}."
     return f" <b>It {watched.ending}.</b>" if watched.end["failed"] else ""
 
 

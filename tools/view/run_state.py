@@ -15,7 +15,7 @@ from typing import Any
 from memmgr.config.sizes import UNLIMITED, show_floor, show_seconds, show_size
 from memmgr.observe.figures import FOLLOWED
 from memmgr.observe.states import Flows, flows
-from memmgr.telemetry.stream import PROTOCOL
+from memmgr.telemetry.stream import PROTOCOL, processes
 from memmgr.tools.common.usage_error import UsageError
 
 LAYERS = ("fixed", "evictable", "evicted", "offloaded")
@@ -134,6 +134,7 @@ class RunState:
         self.limit_seconds = 0.0  # when the budget came that is a share of the need; passes before it measured
         self.silent_seconds = 0.0  # since the next line was due; 0 after the end
         self.error = ""
+        self.runs_on = False  # its lines come from a file that its process still writes
 
     @property
     def of_log(self) -> bool:
@@ -508,7 +509,12 @@ def read_log(path: Path) -> tuple[list[RunState], str]:
     if not full:
         raise UsageError(f"{path}: nothing but its beginning is there; the run ended before the first sample")
     if not missing and full[-1].end is None:
-        missing = "it has no end: the process was killed, or is still running"
+        full[-1].runs_on = full[-1].pid in processes()
+        missing = (
+            f"process {full[-1].pid} still writes it: memmgr top {full[-1].pid} shows the run as it is now"
+            if full[-1].runs_on
+            else "it has no end: the process was killed, or runs on another machine"
+        )
     return full, missing
 
 

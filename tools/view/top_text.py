@@ -60,6 +60,8 @@ STYLES = {
 }
 NO_END = "no end (killed?)"
 """The state of a run whose log has no end."""
+RUNS_ON = "running"
+"""The state of a run whose process still writes its log."""
 SORTS = ("size", "age", "cost", "module", "op", "state")
 
 
@@ -90,7 +92,7 @@ def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "") -> Lin
     elif watched.gone:
         state = f"{GONE} {show_seconds(round(silent))} ago"
     elif watched.of_log:
-        state = NO_END
+        state = RUNS_ON if watched.runs_on else NO_END
     else:
         state = str(watched.sample.get("phase", "waiting"))
         if watched.by_plan():
