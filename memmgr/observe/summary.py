@@ -15,6 +15,7 @@ from memmgr.config.conf import parse_conf
 from memmgr.config.sizes import UNLIMITED, is_binary, show_floor, show_seconds, show_size
 
 from .advice import fixed_memory, own_checkpointing
+from .slowness import FEW_PASSES, FIRST_PASSES
 
 says_next = True
 """The summary names the next command when the process ends; `memmgr run` does that itself."""
@@ -41,6 +42,8 @@ def _line(s: dict[str, Any], binary: bool) -> str:
     if measuring := s.get("measuring_bytes.peak", 0):
         of += f", {size(measuring)} while it measured"
     slower = "" if factor is None else f", at least {factor:.2f}x of an unlimited run"
+    if factor is not None and is_short(s):
+        slower = f", too few to tell a slowdown: the first {FIRST_PASSES} passes are measured"
     return (
         f"peak {size(s['resident_bytes.peak'])}{of}; {s['passes']} "
         f"pass{'' if s['passes'] == 1 else 'es'}{planned} in {show_seconds(s['wall_seconds'])}{slower}; "
@@ -69,6 +72,16 @@ def slowdown(s: dict[str, Any]) -> float | None:
     return wall / (wall - lost) if known else None
 
 
+def is_short(s: dict[str, Any]) -> bool:
+    """So few passes, most of them without a plan, that what a budget costs at its beginning is most of its cost.
+
+    Args:
+        s: `memmgr.stats()`.
+    """
+    passes = int(s.get("passes", 0))
+    return passes < FEW_PASSES and 2 * int(s.get("planned_passes", 0)) < passes
+
+
 def main_figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, str]]:
     """The main figures of a run, each with its name.
 
@@ -87,7 +100,11 @@ def main_figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, 
         ("passes", f"{s['passes']:,}"),
         ("of these by plan", f"{s.get('planned_passes', 0):,}"),
         ("time", show_seconds(wall)),
-        *(("slowdown", f"at least {factor:.2f}x") for factor in [slowdown(s)] if factor is not None),
+        *(
+            ("slowdown", f"at least {factor:.2f}x")
+            for factor in [slowdown(s)]
+            if factor is not None and not is_short(s)
+        ),
         ("recomputing", f"{s['recompute_seconds'] / wall:.1%}"),
         ("waiting", f"{s['stall_seconds'] / wall:.1%}"),
     ]

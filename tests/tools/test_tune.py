@@ -642,6 +642,16 @@ def test_a_script_that_fails_is_told(tmp_path: Path) -> None:
     assert done.returncode == 2 and "train.py failed: ValueError: no data" in done.stderr, done.stderr
 
 
+def test_a_script_of_one_pass_is_told_with_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(9, 9)(torch.ones(9)).sum().backward()\nexit(3)\n")
+    done = memmgr("tune", "train.py", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert (
+        "train.py made 1 pass (a pass is a forward and its backward) and ended with code 3, and 5 passes" in done.stderr
+    )
+    assert done.stderr.rstrip().endswith("or more are needed; it printed nothing")
+
+
 def test_a_trace_of_an_equal_pass_knows_what_lives_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     for number, known in ((1, False), (3, True)):

@@ -41,6 +41,14 @@ def test_the_slowdown_has_the_cost_of_ops_where_nothing_hides_it() -> None:
     assert "at least 1.29x of an unlimited run" in summary(_stats(host_ahead=0, offloads=9))
 
 
+@pytest.mark.parametrize(("passes", "planned", "told"), [(11, 5, False), (11, 6, True), (12, 0, True)])
+def test_passes_that_are_mostly_measured_tell_no_slowdown(passes: int, planned: int, told: bool) -> None:
+    stats = _stats(host_ahead=0, passes=passes, planned_passes=planned, offloads=9)
+    assert ("at least 1.29x" in summary(stats)) is told
+    assert ("too few to tell a slowdown" in summary(stats)) is not told
+    assert any(name == "slowdown" for name, _ in main_figures(stats)) is told
+
+
 def test_before_a_pass_has_ended_no_slowdown_is_named() -> None:
     stats = _stats(host_ahead=0, passes=0, offloads=9)
     assert slowdown(stats) is None and "at least" not in summary(stats)

@@ -166,6 +166,7 @@ def main(order: str, answer: str) -> int:
         if error is not None:
             result.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
             result.floor_error = bool(getattr(error, "floor_bytes", 0)) or "out of memory" in str(error).lower()
+        result.code = code
         clock.write()
     return code
 

@@ -69,6 +69,7 @@ class Result:
     peak_bytes: int = 0  # the most that they held; without memmgr the process's memory, 0 on an accelerator
     floor_error: bool = False  # the budget was too small
     error: str = ""  # the exception that ended the script, in one line
+    code: int = 0  # the exit code of the script; 0 where it was ended after its passes
     batches: dict[str, int] = field(default_factory=dict)  # batch sizes that the script has asked for, by their source
     samples: int | None = None  # length of the data set, where a DataLoader has shown it
     applied: list[str] = field(default_factory=list)  # the places where the batch size was set

@@ -190,8 +190,11 @@ class Runner:
     def _why_none(self, result: Result) -> str:
         if result.error:
             return f"{self.job.script} failed: {result.error}\n{self.last_lines()}"
-        made = f"{self.job.script} made {len(result.ends)} passes (a pass is a forward and its backward)"
-        return f"{made}, and {PROBED} or more are needed; its last lines:\n{self.last_lines()}"
+        count, code, said = len(result.ends), result.code, self.last_lines()
+        made = f"{self.job.script} made {count} {'pass' if count == 1 else 'passes'} (a pass is a forward and its backward)"
+        ended = f" and ended with code {code}" * bool(code)
+        printed = f"; its last lines:\n{said}" if said else "; it printed nothing"
+        return f"{made}{ended}, and {PROBED} passes or more are needed{printed}"
 
 
 def compare(plain: Result, managed: Result, samples: float = 1.0) -> Measured:

@@ -199,7 +199,7 @@ def _compiler() -> Finding:
     name = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
     how = "install one (Debian: apt install g++ python3-dev)"
     if not name:
-        return Finding("compiler", WEAKER, "no C++ compiler: for another torch no budget could be opened", how)
+        return Finding("compiler", WEAKER, "no C++ compiler: a torch that the package was not made for needs one", how)
     try:
         said = subprocess.run(
             [*name.split(), "--version"], capture_output=True, text=True, timeout=20, check=True

@@ -25,7 +25,7 @@ GONE = "gone (killed?)"
 """The state of a process whose stream ended without its `end`."""
 
 EVENTS = {
-    "evict": "evicted", "offload": "offloaded", "reload": "read back", "recompute": "recomputed", "stall": "waited for room",
+    "evict": "evicted", "offload": "offloaded", "reload": "read back", "recompute": "recomputed", "stall": "waits for room",
 }  # fmt: skip
 """The stream's events, as views name them."""
 
