@@ -70,6 +70,7 @@ class HeldBytes:
         step_bytes: bytes that the optimizer takes in addition while it steps; 0 where there is no optimizer yet.
         update_bytes: bytes of its largest op, states included; 0 where there is none.
         below_bytes: model states that are in the tier below, in bytes.
+        history_bytes: of the missing ones, those that come with later iterations of LBFGS.
     """
 
     kinds: dict[str, int]
@@ -78,6 +79,7 @@ class HeldBytes:
     step_bytes: int = 0
     update_bytes: int = 0
     below_bytes: int = 0
+    history_bytes: int = 0
 
     @property
     def states_bytes(self) -> int:
@@ -264,7 +266,7 @@ class Spent:
         """The smallest budget that would have worked so far."""
         floor = max(self.so_far_bytes, self.there_bytes)
         if self.states_stay:
-            missing = self.held.missing_bytes
+            missing = self.held.missing_bytes - self.held.history_bytes
             floor = max(floor, self.there_bytes + missing, self.held.states_bytes + missing)
         return floor
 
@@ -415,4 +417,6 @@ class Spent:
         use = what + them + (f"; {rest}." if rest else ".")
         if not coming.call and not coming.rehearsed and coming.op_bytes > self.floor_bytes:
             use += " Part of it is a margin for the ops of the backward that have not run."
+        if not coming.call and self.held.history_bytes:
+            use += f" {self.size(self.held.history_bytes)} of it are for the rest of LBFGS's history."
         return use

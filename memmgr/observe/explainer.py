@@ -29,7 +29,15 @@ from .error_text import (
 )
 from .kept_results import kept_results
 from .loops import Loop, loop_around
-from .memory_inventory import Census, holders, missing_states, states_below, step_bytes, update_bytes
+from .memory_inventory import (
+    Census,
+    has_sparse_gradients,
+    holders,
+    missing_states,
+    states_below,
+    step_bytes,
+    update_bytes,
+)
 from .passes import Passes
 from .rehearsal import Rehearsal, in_step, module_call, transformed
 from .source_lines import SourceLine
@@ -276,19 +284,22 @@ class Explainer:
             # No backward was beside the states that the first update makes.
             # Some of them may be gone again: zeros are made from nothing.
             made = held.kinds.get("optimizer states", 0) + held.below_bytes
-            return Ahead(
-                0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming)))
-            )
+            # An update of sparse gradients makes one result of their size after the other.
+            results = held.kinds.get("other tensors", 0) if in_step() and has_sparse_gradients(census) else 0
+            least = now["floor_bytes"] + results
+            return Ahead(0, max(least, int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming))))
         return Ahead(0, now["floor_bytes"] + moved + coming)
 
     def _held_bytes(self, native: Census) -> HeldBytes:
         device = self._asked.device
         kinds, modules = holders(native, device, rest=self._native.resident_cells())
+        missing = missing_states(native, device)
         return HeldBytes(
             kinds,
             modules,
-            missing_states(native, device),
+            missing,
             step_bytes(native, device),
             update_bytes(native, device),
             states_below(native),
+            missing - missing_states(native, device, history=False),
         )

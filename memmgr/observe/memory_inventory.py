@@ -286,8 +286,23 @@ _MOMENTS = {
 }
 
 
-def missing_states(native: Inventory, device: torch.device | str, *, gradients: bool = True) -> int:
+def has_sparse_gradients(native: Inventory) -> bool:
+    """Tells if an optimizer has a parameter whose gradient is sparse."""
+    parameters = (
+        parameter
+        for thing in native.objects_of((torch.optim.Optimizer,))
+        for group in getattr(thing, "param_groups", [])
+        for parameter in group["params"]
+    )
+    return any(one.grad is not None and one.grad.is_sparse for one in parameters)
+
+
+def missing_states(
+    native: Inventory, device: torch.device | str, *, gradients: bool = True, history: bool = True
+) -> int:
     """Bytes of gradients, unless they are left out, and of optimizer state that the first complete step will add.
+
+    LBFGS adds to its history in each of its iterations. `history`: all of it counts, and else one iteration.
 
     An optimizer that has made the state of some parameters shows how much the others will take. Known limitation: one of
     another library that has made none yet is taken to need none.
@@ -314,7 +329,7 @@ def missing_states(native: Inventory, device: torch.device | str, *, gradients: 
         if seen and (len(seen) > 1 or units == 0):
             units = max(seen)  # the state of some is the measure for all; the last one may be half made
         if isinstance(thing, torch.optim.LBFGS):  # its first parameter has the states of all, until its history is full
-            tensors = 2 * thing.param_groups[0]["history_size"] + _LBFGS_BESIDE
+            tensors = 2 * (thing.param_groups[0]["history_size"] if history else 1) + _LBFGS_BESIDE
             missing += max(0, tensors * sum(nbytes for nbytes, _ in made) - sum(there for _, there in made))
             continue
         missing += sum(max(0, int(units * nbytes) - there) for nbytes, there in made)

@@ -274,6 +274,21 @@ def test_the_first_update_comes_after_several_backwards(share: float) -> None:
     assert least_named <= 1.5 * floor, f"{least_named / floor:.2f} times the floor"
 
 
+def sparse() -> models.Training:
+    torch.manual_seed(0)
+    model, tokens = nn.EmbeddingBag(4000, 128, sparse=True), torch.randint(4000, (1024, 8))
+    training = models.Training(model, lambda: model(tokens).square().mean())
+    training.optimizer = torch.optim.SparseAdam(model.parameters())
+    return training
+
+
+@pytest.mark.parametrize("share", [0.7, 0.8, 0.9])
+def test_the_first_update_of_sparse_gradients_makes_many_results(share: float) -> None:
+    floor = _floor_beyond(sparse, policy="evict", disk=False)
+    least_named = named(sparse, floor, share, policy="evict", disk=False)
+    assert least_named <= 1.55 * floor, f"{least_named / floor:.2f} times the floor"
+
+
 def test_a_measuring_run_counts_an_update_of_lists_at_its_largest_index() -> None:
     """Without a limit nothing is cut, and the whole list was named as the smallest budget that could work."""
 
@@ -582,6 +597,31 @@ PROGRAMS: dict[str, tuple[float, Callable[[], Any], str]] = {
         "This request needs 16",  # MB; 16.1 where an earlier test has left some bytes, since sizes are rounded up
     ),
 }
+
+
+def test_the_floor_of_lbfgs_has_no_history_that_is_still_to_come() -> None:
+    """A hundred entries, of which three steps make a part."""
+    model, x = _small(), torch.randn(256, 64)
+
+    def run() -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=100)
+        for _ in range(3):
+            optimizer.step(loss)
+
+    def loss() -> Any:
+        model.zero_grad()
+        value = model(x).square().mean()
+        value.backward()
+        return value
+
+    with memmgr.budget(None, quiet=True) as mm:
+        run()
+    need = mm.stats()["resident_bytes.peak"]
+    gc.collect()
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(int(0.6 * need), quiet=True, disk=False):
+        run()
+    assert caught.value.floor_bytes <= need < caught.value.enough_bytes
+    assert "of it are for the rest of LBFGS's history" in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
