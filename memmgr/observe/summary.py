@@ -73,7 +73,7 @@ def slowdown(s: dict[str, Any]) -> float | None:
 
 
 def is_short(s: dict[str, Any]) -> bool:
-    """So few passes, most of them without a plan, that what a budget costs at its beginning is most of its cost.
+    """Tells if the run has few passes, most of them without a plan: the beginning of a budget is most of its cost then.
 
     Args:
         s: `memmgr.stats()`.

@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -343,6 +344,24 @@ def test_each_batch_is_announced_and_has_its_verdict() -> None:
         "batch 14: the data set has 12 samples",
         "batch 13: the data set has 12 samples",
     ]
+
+
+def test_a_batch_whose_passes_differ_is_in_doubt(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other programs took their time from some of the passes."""
+
+    class Disturbed(FakeRunner):
+        def batch(self, budget: str, budget_bytes: int | None, batch: Batch) -> tuple[Result, Result]:
+            assert batch.size is not None
+            each = [batch.size * factor for factor in (1.0, 3.0, 1.0, 1.0, 3.0, 1.0, 1.0, 3.0)]
+            return _result(each, applied=["option"], need_bytes=batch.size), _result([8.0] * 8)
+
+    runner: Any = Disturbed(1000)
+    runner.probe = lambda batch: Result()
+    args = _arguments(batch="--b", budget="1GB", batch_now=8)
+    assert tune._largest_batch(args, runner, Batch("option", "--b"), 1.1) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"±\d\.\d\d\* ", shown) and "in doubt: more than 1.10x a sample, or not" in shown
+    assert "no batch holds for sure in 1GB" in shown and "Run this again on an idle machine" in shown
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -28,6 +28,7 @@ class Row:
     doubt: float = 0.0  # `slowdown` may be off by so much
     need_bytes: int = 0  # the most that a pass would have held without a budget
     error: str = ""  # why it does not hold
+    doubtful: bool = False  # other programs were at work: `Measured.is_doubtful`
 
 
 @dataclass
@@ -137,7 +138,8 @@ def search(
                 )
             rows[size] = _row(size, now, managed, plain, found.most, runner)
         row = rows[size]
-        fits = f"fits, {row.slowdown:.2f}x a sample, needs {show_size(row.need_bytes)}" if row.slowdown else ""
+        doubt = f" ±{row.doubt:.2f}" * row.doubtful
+        fits = f"fits, {row.slowdown:.2f}x{doubt} a sample, needs {show_size(row.need_bytes)}" if row.slowdown else ""
         say(f"batch {size}: {row.error or fits}")
         return Try(size, row.seconds, peak_bytes=row.need_bytes, error=row.error)
 
@@ -154,4 +156,6 @@ def _row(size: int, now: int, managed: Result, plain: Result, most: float, runne
     if found.factor is None:
         return Row(size, error=f"{found.why} (it made {len(managed.ends)})")
     late = f"more than {most:.2f}x a sample" if found.factor > most else ""
-    return Row(size, found.seconds, found.factor, found.doubt, managed.need_bytes, late)
+    if late and found.is_doubtful and found.factor - found.doubt <= most:
+        late = f"in doubt: {late}, or not"
+    return Row(size, found.seconds, found.factor, found.doubt, managed.need_bytes, late, found.is_doubtful)

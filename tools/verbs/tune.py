@@ -279,16 +279,19 @@ def _show_batches(args: argparse.Namespace, batch: Batch, found: batch_search.Se
                 str(row.batch),
                 show_size(row.need_bytes) if row.need_bytes else "",
                 show_seconds(row.seconds) if row.seconds else "",
-                _factor(row.slowdown, row.doubt) if row.slowdown is not None else "",
+                _factor(row.slowdown, row.doubt) + "*" * row.doubtful if row.slowdown is not None else "",
                 "<- proposal" if row is best else row.error or ("now" if row.batch == found.now else ""),
             ]
             for row in found.tried
         ],
     )
     so_far = "" if found.complete else " so far"
+    busy = any(row.doubtful for row in found.tried)
+    if busy:
+        print("* the machine was busy: equal passes of that run differ. Run this again on an idle machine")
     if best is None:
         limit = f"in {found.budget} within {_factor(found.most)} a sample"
-        print(f"no batch holds{so_far} {limit}; --slowdown accepts a larger one")
+        print(f"no batch holds{' for sure' * busy}{so_far} {limit}; --slowdown accepts a larger one")
         return
     print(
         f"the largest batch{so_far} in {found.budget}: {best.batch} (now {found.now}); a sample takes "
