@@ -92,8 +92,10 @@ def what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert cli.main(["plan", "--json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
+    code = cli.main(["plan", "--json", *words])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if "sweep" in " ".join(words) or found["fits"] else 1)
+    return found
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -140,7 +142,7 @@ def test_a_device_that_is_near_one_is_named(what: str, capsys: pytest.CaptureFix
 
 
 def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--device", "t4", "--budget", "1MB", what]) == 0
+    assert cli.main(["plan", "--device", "t4", "--budget", "1MB", what]) == 1
     shown = capsys.readouterr().out
     assert "does not fit; the largest op alone needs" in shown
     (share,) = re.findall(r"\((\d+) % of the need\) would", shown)
@@ -300,11 +302,15 @@ def test_a_faster_device_takes_less_time(
         assert there[0] == 1 and there[-1] > 1
 
 
-@pytest.mark.parametrize("words", [("--budget", "need*0.4"), ("--sweep",), ("--budget", "1MB")])
-def test_it_draws(words: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "code"), [(("--budget", "need*0.4"), 0), (("--sweep",), 0), (("--budget", "1MB"), 1)]
+)
+def test_it_draws(
+    words: tuple[str, ...], code: int, what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     for name in ("x.png", "x.svg"):
-        assert cli.main(["plan", "--device", "t4", *words, "--picture", str(tmp_path / name), what]) == 0
+        assert cli.main(["plan", "--device", "t4", *words, "--picture", str(tmp_path / name), what]) == code
         assert capsys.readouterr().out.splitlines()[-1].endswith(name)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "x.svg").read_text()

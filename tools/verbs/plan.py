@@ -11,7 +11,8 @@ language models does, too; nothing is downloaded.
 
 Devices: {devices}; a table of memmgr doctor --measure; or cpu, which is measured now.
 
-Exit code: 0 for an answer, "does not fit" included; 2 for a step that cannot be planned, or a wrong option.
+Exit code: 0 if the budget fits, and for a sweep; 1 if it does not fit; 2 for a step that cannot be planned, or a
+wrong option.
 """
 
 from __future__ import annotations
@@ -275,11 +276,11 @@ def _one(args: argparse.Namespace, on: _On) -> int:
         )
     if args.json:
         print(json.dumps(asdict(found)))
-        return 0
-    _show(found, on, took)
-    if args.picture:
-        print(args.picture)
-    return 0
+    else:
+        _show(found, on, took)
+        if args.picture:
+            print(args.picture)
+    return 0 if found.fits else 1
 
 
 def _show(found: Outlook, on: _On, took: float) -> None:

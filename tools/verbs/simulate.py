@@ -254,6 +254,7 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     print(
         f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: no schedule)"
     )
+    _show_assumed(tier)
     if len(names) == 1:
         sweep_text.show_one(found)
     else:
@@ -433,6 +434,12 @@ def _show_why(results: Iterable[Result]) -> None:
     print("".join(f"{line}\n" for line in sorted(said)), end="")
 
 
+def _show_assumed(link: TierLink | None) -> None:
+    if link is not None:
+        rate = show_size(link.read_bytes_per_second)
+        print(f"assumed: a link that moves {rate} a second each way and does nothing else, and no cost per op")
+
+
 def _show(results: list[Result], link: TierLink | None) -> None:
     first = results[0]
     bound = f", no method below {first.lower_bound:.4f}" if first.lower_bound is not None else ""
@@ -440,9 +447,7 @@ def _show(results: list[Result], link: TierLink | None) -> None:
         f"unmanaged: {megabytes(first.unmanaged_peak_bytes)}, {first.unmanaged_seconds * 1e3:,.1f} ms; "
         f"budget: {megabytes(first.budget_bytes)} ({first.ratio:.0%}){bound}"
     )
-    if link is not None:
-        rate = show_size(link.read_bytes_per_second)
-        print(f"assumed: a link that moves {rate} a second each way and does nothing else, and no cost per op")
+    _show_assumed(link)
     rows = [
         [
             r.policy,
