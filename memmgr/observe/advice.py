@@ -124,9 +124,9 @@ def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     lost = (float(stats["stall_seconds"]) + float(stats["recompute_seconds"])) / float(stats["wall_seconds"])
     ops, link = max(0.0, 1.0 - lost) * found.pass_seconds, found.moved_bytes / found.link_bytes * found.pass_seconds
     return [
-        f"because of model states: {best[1]}, about {best[0]:.0%} less time for the same data (an estimate). Of "
-        f"{size(found.moved_bytes)} that move a pass {size(found.states_moved_bytes)} are model states; the link takes "
-        f"{show_seconds(link)} for that, the ops {show_seconds(ops)}"
+        f"{best[1]}, about {best[0]:.0%} less time for the same data (an estimate). Model states are "
+        f"{size(found.states_moved_bytes)} of the {size(found.moved_bytes)} that a pass moves; moving all takes the link "
+        f"{show_seconds(link)}, and the ops take {show_seconds(ops)}"
     ]
 
 

@@ -265,7 +265,7 @@ def test_the_first_screen_does_not_wait_for_the_process() -> None:
         async def look(pilot: Any) -> None:
             shown = _text(app).splitlines()
             assert shown[0].startswith("4242") and "waiting" in shown[0] and "waiting for the map" in "".join(shown)
-            assert "not told yet" in "".join(shown)
+            assert "waiting for figures" in "".join(shown)
 
         _drive(app, look)
 
@@ -310,13 +310,13 @@ def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pyt
             assert "4 events   not told" not in _text(app), "the modules are there"
             await pilot.press("3")
             await pilot.pause()
-            assert "4 events   not told yet" in _text(app) and "silent" not in _text(app)
+            assert "4 events   waiting for figures" in _text(app) and "silent" not in _text(app)
             total = app._attached[0].watched.sample["total"]
             for kind in KINDS:
                 total |= {f"{figure}_bytes.{kind}": 1 for figure in ("resident", "offloaded", "moved")}
             app.draw()
             await pilot.pause()
-            assert "4 events   modules not told yet" in _text(app), "their sums are there"
+            assert "4 events   waiting for modules" in _text(app), "their sums are there"
             app._attached[0]._heard -= 30.0
             await pilot.pause(0.3)
             assert "silent for" in _text(app).splitlines()[0]

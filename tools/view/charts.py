@@ -163,7 +163,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], show: Callable
         return ""
     height = 22 * len(rows)
     drawn = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="bars">']
-    left, room = 360, WIDTH - 360 - 90
+    left, room = 360, WIDTH - 360 - 120
     for i, (name, parts) in enumerate(rows):
         at, top = float(left), 22 * i + 3
         shown = name if len(name) <= 52 else "…" + name[-51:]

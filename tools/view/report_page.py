@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import shlex
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -91,10 +90,9 @@ def _job(ranks: Sequence[RunState]) -> Iterator[str]:
 
 def _session(name: str, watched: RunState) -> Iterator[str]:
     hello, stats = watched.hello, watched.stats
-    command = shlex.join(clean(str(word)) for word in hello.get("command", []))
     begun = datetime.datetime.fromtimestamp(float(hello.get("time", 0.0)), datetime.UTC)
     rank = "" if hello.get("rank") is None else f", rank {hello['rank']}"
-    yield f"<h2>{escape(clean(name))}{rank}</h2><p><code>{escape(command)}</code></p>"
+    yield f"<h2>{escape(clean(name))}{rank}</h2><p><code>{escape(watched.command)}</code></p>"
     yield (
         f"<p class=soft>{begun:%Y-%m-%d %H:%M:%S} UTC, process {watched.pid}, {escape(str(hello.get('device')))}, policy "
         f"{escape(str(hello.get('policy')))}, memmgr {escape(str(hello.get('memmgr')))}, torch "
@@ -208,12 +206,17 @@ def _states(watched: RunState) -> Iterator[str]:
 
 
 def _time(watched: RunState) -> Iterator[str]:
+    wall = max(float(watched.stats.get("wall_seconds", 0.0)), 1e-9)
+
+    def share(seconds: float) -> str:
+        return f"{show_seconds(seconds)}, {seconds / wall:.1%}"
+
     for key, title in (("module", "Where recomputing and waiting went, by module"), ("op", "By op")):
         rows = [
             (name, [(what, sums[what].seconds if what in sums else 0.0) for what in _COSTS])
             for name, sums in watched.by(key)[:MOST_ROWS]
         ]
-        drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0])
+        drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0], share)
         if drawn:
             yield f"<h3>{title}</h3>{wide(drawn)}"
             if key == "module":
@@ -223,7 +226,7 @@ def _time(watched: RunState) -> Iterator[str]:
                     ("stall", "waiting for room"),
                 )
                 items = "".join(f'<span><i style="background: var(--{c})"></i>{label}</span>' for c, label in names)
-                yield f'<p class="key soft">{items}</p>'
+                yield f'<p class="key soft">{items}</p><p class=soft>Seconds, and their share of the time.</p>'
 
 
 def _gone(watched: RunState) -> Iterator[str]:

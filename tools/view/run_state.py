@@ -154,12 +154,17 @@ class RunState:
         return dict(self.sample.get("total", {}))
 
     @property
+    def command(self) -> str:
+        """The command line, with Python's and memmgr's names in place of their paths."""
+        words = [clean(str(word)) for word in self.hello.get("command", [])]
+        return shlex.join([word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)])
+
+    @property
     def program(self) -> str:
         """The script and its arguments; the whole command where no script is known."""
         words = [clean(str(word)) for word in self.hello.get("script") or ()]
         if not words or words[0] in ("", "-c"):
-            words = [clean(str(word)) for word in self.hello.get("command", [])]
-            return shlex.join([word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)])
+            return self.command
         folder, _, name = words[0].removesuffix("/__main__.py").rpartition("/")
         return shlex.join([name or folder, *words[1:]])
 
@@ -262,7 +267,7 @@ class RunState:
             now.setdefault(str(item["what"]), Sum()).add(*sums)
         self.unlisted += int(line.get("unlisted", 0))
         said = [
-            f"{EVENTS.get(what, what)} {s.count} ({self.size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
+            f"{EVENTS.get(what, what)} {s.count}x ({self.size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
             for what, s in now.items()
         ]
         if said:

@@ -197,7 +197,8 @@ class TopApp(App[None]):
             bar.append(f"  by {self._order}")
         if self._panel in SOURCES:
             line = getattr(watched, SOURCES[self._panel])
-            missing = "modules not told yet" if self._panel == "states" and watched.flows() else "not told yet"
+            first = "modules" if self._panel == "states" and watched.flows() else "figures"
+            missing = f"waiting for {first}"
             bar.append(f"  {text.age(watched, line) if line else missing}", "bold yellow")
         if self._panel == "modules":
             bar.append(f"  times: {text.seen(watched)}")
