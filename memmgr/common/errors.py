@@ -19,7 +19,7 @@ class BudgetError(OutOfMemoryError):
 
     Attributes:
         floor_bytes: the smallest budget that would have worked up to here, in bytes; a later part of the run may need more.
-            Without a tier tensors count that can no longer be dropped, though a smaller budget may have dropped them earlier.
+            Without a tier it counts tensors that can no longer be dropped. A smaller budget may drop them earlier.
         enough_bytes: the budget that the text names, in bytes, at least `floor_bytes`. In a training step it should do for all of
             the step, with the rest of backward and the optimizer; in a module without gradients for the module's
             call; elsewhere for the op and for two more results like its own. The text says which. An estimate.

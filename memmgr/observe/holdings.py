@@ -283,7 +283,7 @@ class HolderTables:
                 backward=self._backward_of(leak, first),
             )
             for leak, first in no_states
-            if not all(keepers.is_bounded(row["storage"]) for row in first) or not first
+            if not (first and all(keepers.is_bounded(row["storage"]) for row in first))
         ]
         kept = {i: _together(keepers, each) for i, each in of_holders.items()}
         return told, tuple(replace(h, kept=kept.get(i, "")) for i, h in enumerate(holders))

@@ -15,7 +15,7 @@ from memmgr.config.conf import parse_conf
 from memmgr.config.sizes import UNLIMITED, is_binary, show_floor, show_seconds, show_size
 
 from .advice import fixed_memory, own_checkpointing
-from .slowness import FEW_PASSES, FIRST_PASSES
+from .slowness import FEW_PASSES
 
 says_next = True
 """The summary names the next command when the process ends; `memmgr run` does that itself."""
@@ -43,7 +43,7 @@ def _line(s: dict[str, Any], binary: bool) -> str:
         of += f", {size(measuring)} while it measured"
     slower = "" if factor is None else f", at least {factor:.2f}x of an unlimited run"
     if factor is not None and is_short(s):
-        slower = f", too few to tell a slowdown: the first {FIRST_PASSES} passes are measured"
+        slower = ", too few to tell a slowdown"
     return (
         f"peak {size(s['resident_bytes.peak'])}{of}; {s['passes']} "
         f"pass{'' if s['passes'] == 1 else 'es'}{planned} in {show_seconds(s['wall_seconds'])}{slower}; "

@@ -45,9 +45,8 @@ MOST_MET = 256  # sequences that are known by their hash alone: one that comes a
 FIRST_PLANS = 3  # sequences that are planned although they were met once
 MOST_TRIES = 4  # plans that run short; each leaves more room where the period has shown why, else everywhere
 SHORT_IN_A_ROW = 2  # periods
-SHORT_BEFORE_PLACES = (
-    4  # the same on a device as long as no missing bytes are known: the third maps the places of its blocks
-)
+# the same on a device while no missing bytes are known: the third period maps the places of its blocks
+SHORT_BEFORE_PLACES = 4
 # share of the budget that a plan leaves free, for bytes that no trace shows (alignment, workspaces of kernels)
 MARGIN = 0.01
 PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 2e-3  # assumed cost of a plan before it is made

@@ -464,6 +464,14 @@ def test_a_wrong_type_is_told_with_the_argument_and_its_forms(name: str, value: 
     assert name in text and form in text and "\n" not in text, text
 
 
+def test_what_is_no_tensor_and_no_function_is_told() -> None:
+    wrong: Any = 3
+    with pytest.raises(TypeError, match=r"memmgr\.manage takes a dense tensor; got 'int'"):
+        memmgr.manage(wrong)
+    with pytest.raises(TypeError, match=r"a budget decorates a function; got 3"):
+        memmgr.budget("1GB")(wrong)
+
+
 @pytest.mark.parametrize("thing", ["x", 3, None, ["x"], {"a": 1}])
 def test_a_pin_of_no_tensor_is_refused(thing: Any) -> None:
     """A number ended the process."""

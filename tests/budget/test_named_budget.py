@@ -600,7 +600,7 @@ PROGRAMS: dict[str, tuple[float, Callable[[], Any], str]] = {
 
 
 def test_the_floor_of_lbfgs_has_no_history_that_is_still_to_come() -> None:
-    """A hundred entries, of which three steps make a part."""
+    """The history has a hundred entries, and three steps make twelve."""
     model, x = _small(), torch.randn(256, 64)
 
     def run() -> None:

@@ -572,7 +572,8 @@ def test_no_figure_is_said_twice(folder: Path) -> None:
     """The budget's own line has the figures; the next lines are advice."""
     done = memmgr("run", "--budget", "8MB", "--log", "run.jsonl", "train.py", cwd=folder)
     said = done.stderr.splitlines()
-    assert done.returncode == 0 and said[0].startswith("memmgr: peak ") and "slowdown" in said[0]
+    assert done.returncode == 0 and said[0].startswith("memmgr: peak ")
+    assert "of an unlimited run" in said[0] or "too few to tell a slowdown" in said[0], "with how many passes by plan"
     figures = [set(re.findall(r"[\d.]+ [kM]B", line)) for line in said if "would remove" not in line]
     assert figures[0] and not figures[0] & set().union(*figures[1:]), said  # whole figures: "12.8 MB" is not "8 MB"
     assert not [line for line in said[1:] if "of the time" in line or "stalled" in line], said

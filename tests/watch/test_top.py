@@ -307,7 +307,7 @@ def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pyt
         app = _app()
 
         async def look(pilot: Any) -> None:
-            assert "4 events   not told" not in _text(app), "the modules are there"
+            assert "4 events   waiting for" not in _text(app), "the modules are there"
             await pilot.press("3")
             await pilot.pause()
             assert "4 events   waiting for figures" in _text(app) and "silent" not in _text(app)
